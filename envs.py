@@ -1,0 +1,1236 @@
+"""Tasks for LLM agents: text in, text out; procedural, deterministic, offline, no torch.
+
+    env = make_env("webnav", seed=0, split="train")      # split: train, val or test (disjoint tasks, words and layouts)
+    obs, info = env.reset(seed=7)                        # task 7, for ever the same; None: the next of its own
+    obs, reward, terminated, truncated, info = env.step('click "lamps"')
+    env.expert(), env.legal_actions()                    # a good action text; a finite list of legal ones
+    env.save(), env.restore(state)                       # plain data, for look-ahead and for resuming
+
+`obs` is the whole prompt and ends with "Action:".
+`info` always holds success, valid, repaired, cut, action, task, error.
+`python envs.py` lists the environments; `python envs.py NAME [--split S] [--seed N]` lets a person play.
+"""
+
+import argparse
+import copy
+import itertools
+import random
+import re
+import sys
+import zlib
+from collections import deque
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from html import escape
+from typing import ClassVar, NamedTuple
+from urllib.parse import quote_plus, unquote_plus
+
+from bs4 import BeautifulSoup, NavigableString, Tag
+from bs4.builder import ParserRejectedMarkup
+
+SPLITS = ("train", "val", "test")
+
+# ======================================================================================================================
+# Reading a page: HTML -> Page -> prompt text
+# ======================================================================================================================
+
+MAX_RAW_CHARS = 4_000_000  # read at most this much of a page
+MAX_HTML_CHARS = 150_000  # parsed at most, after scripts, styles and comments are gone
+MAX_TAGS = 5_000  # "<" characters parsed at most: bounds the tree's depth and the parser's time
+MAX_TEXT_CHARS = 2_000  # kept in Page.text before it is fitted to a state
+MAX_STATE_CHARS = 900  # default length of a rendered state
+MAX_ELEMENTS = 20  # links, buttons and inputs kept, each
+MAX_LABEL_CHARS = 60
+_DROP_OPEN = re.compile(r"<(script|style|svg|noscript|template|iframe)\b|<!--", re.IGNORECASE)
+_SKIP_TAGS = {"script", "style", "svg", "noscript", "template", "iframe", "option", "meta", "link"}
+_SPACE = re.compile(r"[\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\ufeff]+")
+
+
+class Element(NamedTuple):
+    """Something to act on: its label as shown in the state, where it leads, and an input's present value."""
+
+    label: str
+    target: str
+    value: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """What the extractor read. `cut` is True if any text, label or list had to be shortened."""
+
+    title: str = ""
+    url: str = ""
+    text: str = ""
+    links: tuple[Element, ...] = ()
+    buttons: tuple[Element, ...] = ()
+    inputs: tuple[Element, ...] = ()
+    cut: bool = False
+
+
+def clean(text: str) -> str:
+    """One line: every run of white space and control characters becomes one blank; lone surrogates become '?'."""
+    return _SPACE.sub(" ", text).strip().encode("utf-8", "replace").decode("utf-8")
+
+
+def _without_scripts(html: str) -> str:
+    """Drops scripts, styles and comments in one forward pass (an unclosed one drops the rest)."""
+    kept, position = [], 0
+    while (opening := _DROP_OPEN.search(html, position)) is not None:
+        kept.append(html[position : opening.start()])
+        closing = f"</{opening[1]}\\s*>" if opening[1] else "-->"
+        end = re.compile(closing, re.IGNORECASE).search(html, opening.end())
+        if end is None:
+            return "".join(kept)
+        position = end.end()
+    kept.append(html[position:])
+    return "".join(kept)
+
+
+def _interactive(node: Tag) -> bool:
+    if node.name == "a":
+        return node.has_attr("href")
+    return node.name in ("button", "input", "select", "textarea") or node.get("role") == "button"
+
+
+def _label(node: Tag) -> tuple[str, list]:
+    """An element's text, and the nodes that an unclosed tag had swallowed (they follow it in the page)."""
+    todo, parts, budget = list(reversed(node.contents)), [], 50
+    while todo and budget:
+        item = todo.pop()
+        budget -= 1
+        if isinstance(item, Tag):
+            if _interactive(item):
+                todo.append(item)
+                break
+            if item.name == "img" and item.get("alt"):
+                parts.append(str(item["alt"]))
+            elif item.name not in _SKIP_TAGS:
+                todo.extend(reversed(item.contents))
+        elif type(item) is NavigableString:
+            parts.append(item[: 4 * MAX_LABEL_CHARS])
+    text = clean(" ".join(parts)) or clean(str(node.get("aria-label") or node.get("title") or ""))
+    return text, todo
+
+
+def _numbered(elements: list[tuple[str, str, str]]) -> tuple[tuple[Element, ...], bool]:
+    """Lowercase, quote-free labels; the second of two equal ones is called `label #2`."""
+    seen, result, cut = {}, [], len(elements) > MAX_ELEMENTS
+    for label, target, value in elements[:MAX_ELEMENTS]:
+        label = clean(label).lower().replace('"', "'").replace(" | ", " / ") or "unnamed"
+        if len(label) > MAX_LABEL_CHARS:
+            label, cut = label[:MAX_LABEL_CHARS].rstrip(), True
+        seen[label] = seen.get(label, 0) + 1
+        label = f"{label} #{seen[label]}" if seen[label] > 1 else label
+        result.append(Element(label, target[:500], clean(value[:200])[:MAX_LABEL_CHARS]))
+    return tuple(result), cut
+
+
+def _whole_tags(body: str) -> str:
+    """Makes every "<" that starts no complete tag plain text: html.parser would search the rest of the page for each.
+
+    A "<" inside a quoted attribute is kept as "&lt;".
+    """
+    pieces, index = body.split("<"), 1
+    parts = pieces[:1]
+    while index < len(pieces):
+        piece, end = pieces[index], index
+        if ">" not in piece and piece[:1].isalpha() and piece.count('"') % 2:  # an attribute that holds a "<"?
+            ahead = range(index + 1, min(index + 9, len(pieces)))
+            end = next((i for i in ahead if '"' in pieces[i]), index)
+            end = end if ">" in pieces[end].partition('"')[2] else index
+            piece = "&lt;".join(pieces[index : end + 1])
+        parts.append(("<" if ">" in piece else " ") + piece)
+        index = end + 1
+    return "".join(parts)
+
+
+@lru_cache(maxsize=4096)
+def _extract(html: str) -> Page:
+    cut = len(html) > MAX_RAW_CHARS
+    body = _without_scripts(html[:MAX_RAW_CHARS].replace("\x00", " "))
+    if len(body) > MAX_HTML_CHARS:
+        body, cut = body[:MAX_HTML_CHARS], True
+    pieces = body.split("<", MAX_TAGS)
+    if len(pieces) > MAX_TAGS:
+        body, cut = "<".join(pieces[:-1]), True
+    try:
+        soup = BeautifulSoup(_whole_tags(body), "html.parser")
+    except ParserRejectedMarkup:  # e.g. "<![broken": keep the words, lose the structure
+        return Page(text=clean(re.sub(r"<[^<>]*>?", " ", body))[:MAX_TEXT_CHARS], cut=True)
+    texts, length, title, heading, named = [], 0, "", "", {}
+    links, buttons, inputs, field_ids = [], [], [], []
+    stack = [soup]
+    while stack:  # an explicit stack: depth costs no recursion
+        node = stack.pop()
+        if not isinstance(node, Tag):
+            if type(node) is NavigableString and length <= MAX_TEXT_CHARS:
+                texts.append(clean(node[: MAX_TEXT_CHARS + 1]))
+                length += len(texts[-1])
+            continue
+        if node.name in _SKIP_TAGS or node.has_attr("hidden") or "display:none" in str(node.get("style", "")):
+            continue
+        kind = str(node.get("type", "")).lower()
+        if node.name == "a" and node.has_attr("href"):
+            label, swallowed = _label(node)
+            links.append((label, str(node["href"]), ""))
+            stack.extend(swallowed)
+        elif node.name == "button" or node.get("role") == "button":
+            label, swallowed = _label(node)
+            buttons.append((label, str(node.get("formaction") or node.get("name") or ""), ""))
+            stack.extend(swallowed)
+        elif node.name == "input" and kind in ("submit", "button", "reset", "image"):
+            buttons.append((str(node.get("value") or kind), str(node.get("formaction") or node.get("name") or ""), ""))
+        elif node.name in ("input", "select", "textarea"):
+            if kind != "hidden":
+                label = node.get("aria-label") or node.get("placeholder") or ""
+                inputs.append((str(label), str(node.get("name") or node.get("id") or ""), str(node.get("value") or "")))
+                field_ids.append(str(node.get("id") or ""))
+        elif node.name == "label" and node.has_attr("for"):
+            named[str(node["for"])], swallowed = _label(node)
+            stack.extend(swallowed)
+        elif node.name == "h1" and not heading:
+            heading, swallowed = _label(node)
+            stack.extend(swallowed)
+        elif node.name == "title":
+            title = title or _label(node)[0]
+        else:
+            stack.extend(reversed(node.contents))
+    inputs = [
+        (named.get(i) or label or name, name, value) for i, (label, name, value) in zip(field_ids, inputs, strict=True)
+    ]
+    if heading and heading != title:
+        texts.insert(0, heading + ".")
+    text = clean(" ".join(t for t in texts if t))
+    title = title or heading
+    lists = [_numbered(x) for x in (links, buttons, inputs)]
+    cut = cut or any(c for _, c in lists) or len(text) > MAX_TEXT_CHARS or len(title) > 2 * MAX_LABEL_CHARS
+    return Page(
+        title[: 2 * MAX_LABEL_CHARS].lower(), "", text[:MAX_TEXT_CHARS], lists[0][0], lists[1][0], lists[2][0], cut
+    )
+
+
+def html_to_state(html: str, goal: str = "", url: str = "", history=(), max_chars: int = MAX_STATE_CHARS) -> Page:
+    """Reads any page: title, text, links, buttons, inputs; bounded in time, depth and size on hostile HTML.
+
+    The text is shortened so that `render_state(page, goal, history)` has at most max_chars characters (if the goal and
+    the elements alone leave no room, the text goes first, and only then the element lists are shortened).
+    history: (page title, action text) pairs, oldest first.
+    """
+    page = replace(_extract(html), url=clean(url)[:MAX_LABEL_CHARS])
+    excess = len(render_state(page, goal, history)) - max_chars
+    if excess <= 0:
+        return page
+    page = replace(page, text=page.text[: max(0, len(page.text) - excess - 3)].rstrip(), cut=True)
+    page = replace(page, text=page.text + "..." if page.text else "")
+    for name in ("links", "buttons", "inputs"):  # only enormous lists of foreign pages come here
+        while len(render_state(page, goal, history)) > max_chars and len(getattr(page, name)) > 5:
+            page = replace(page, **{name: getattr(page, name)[:-1]})
+    return page
+
+
+def render_history(history, keep: int = 3) -> str:
+    """The last `keep` actions in full; of older ones only the pages where they happened (at most 4)."""
+    older, recent = history[: max(0, len(history) - keep)], history[-keep:]
+    titles = list(dict.fromkeys(title for title, _ in reversed(older)))[:4][::-1]
+    return " > ".join((["visited: " + ", ".join(titles)] if titles else []) + [action for _, action in recent])
+
+
+def render_state(page: Page, goal: str = "", history=(), error: str = "") -> str:
+    """The prompt: one line for each part that is not empty, ending with `Action:`."""
+    lines = [f"Goal: {goal}"] if goal else []
+    lines.append(f"Page: {page.title or 'untitled'}" + (f" | {page.url}" if page.url else ""))
+    if page.text:
+        lines.append(f"Text: {page.text}")
+    if page.links:
+        lines.append("Links: " + " | ".join(e.label for e in page.links))
+    if page.buttons:
+        lines.append("Buttons: " + " | ".join(e.label for e in page.buttons))
+    if page.inputs:
+        lines.append("Inputs: " + " | ".join(f"{e.label} = {e.value}" if e.value else e.label for e in page.inputs))
+    if history:
+        lines.append("Done: " + render_history(list(history)))
+    if error:
+        lines.append(f"Error: {error}")
+    return "\n".join(lines + ["Action:"])
+
+
+# ======================================================================================================================
+# Reading an action
+# ======================================================================================================================
+
+MAX_ACTION_CHARS = 600  # an action text is read up to here
+_STRICT = re.compile(r'back|(?:click|answer) "[^"\n]+"|type "[^"\n]+" "[^"\n]+"')
+_QUOTED = re.compile(
+    r'\b(click|type|answer)\b[\s:(]*(?:(?:on|the|in|into|is)\s+)*"([^"\n]+)"(?:\s*[,:=]?\s*"([^"\n]+)")?\s*(#\d+)?',
+    re.IGNORECASE,
+)
+_BARE = re.compile(
+    r"^\W*(?:(?:next )?action\s*:)?\W*(click|type|answer|back)\b[ \t:(]*([^\n]*)", re.IGNORECASE | re.MULTILINE
+)
+
+
+class Action(NamedTuple):
+    verb: str  # click, type, back, answer; "" if unreadable
+    args: tuple[str, ...] = ()
+    repaired: bool = False
+
+    def __str__(self):
+        return " ".join([self.verb, *(f'"{a}"' for a in self.args)])
+
+
+def parse_action(text: str, fields: tuple[str, ...] = ()) -> Action:
+    """Reads `click "<label>"`, `type "<field>" "<text>"`, `back` or `answer "<text>"`.
+
+    Forgives (and reports as repaired) case, other or missing quotes, code fences, prose around the action, an `Action:`
+    prefix, call style `click("x")` and `click "x" #2` for `click "x #2"`. The first action in the text counts.
+    fields: labels of the page's inputs, to split an unquoted `type search red lamp`.
+    """
+    long = len(text) > MAX_ACTION_CHARS
+    text = text[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode("utf-8").strip()
+    if not long and _STRICT.fullmatch(text) and text == clean(text):
+        verb, *rest = text.split(" ", 1)
+        return Action(verb, tuple(re.findall(r'"([^"]+)"', rest[0])) if rest else ())
+    text = re.sub(r"^`{3,}[a-z]*\s*$|`{3,}", "", text, flags=re.MULTILINE | re.IGNORECASE)
+    text = re.sub("[\u201c\u201d\u201e\u00ab\u00bb\u2018\u2019`\u00b4]|(?<!\\w)'|'(?!\\w)", '"', text)
+    text = "\n".join(clean(line) for line in text.splitlines())
+    quoted = next((m for m in _QUOTED.finditer(text) if (m[1].lower() == "type") == (m[3] is not None)), None)
+    bare = _BARE.search(text)
+    if quoted and not (bare and bare.start() < quoted.start() and "\n" in text[bare.start() + 1 : quoted.start()]):
+        first = clean(quoted[2] + (f" {quoted[4]}" if quoted[4] and quoted[1].lower() == "click" else ""))
+        args = tuple(a for a in (first, clean(quoted[3] or "")) if a)
+        if len(args) == 1 + (quoted[1].lower() == "type"):
+            return Action(quoted[1].lower(), args, True)
+    if bare:
+        verb, rest = bare[1].lower(), clean(bare[2].replace('"', " ")).strip(" .,;:()").removeprefix("on ")
+        if verb == "back" and len(rest) < 20:
+            return Action("back", (), True)
+        if verb in ("click", "answer") and rest:
+            return Action(verb, (rest,), True)
+        for name in sorted(fields, key=len, reverse=True) if verb == "type" else ():
+            if rest.lower().startswith(name + " "):
+                return Action("type", (name, rest[len(name) :].strip(" ,:=")), True)
+    if re.search(r"\bgo(ing)? back\b", text, re.IGNORECASE):
+        return Action("back", (), True)
+    return Action("")
+
+
+# ======================================================================================================================
+# The protocol
+# ======================================================================================================================
+
+
+class Env:
+    """Common part of all environments: task seeds, the step counter, the end of an episode, save and restore.
+
+    A subclass defines name, summary, OPTIONS, max_steps, _begin(rng), _act(text) -> (reward, terminated),
+    _observe() -> text, expert, legal_actions, return_bounds, goal, task, _steps_of(goal).
+    """
+
+    name = summary = ""
+    OPTIONS: ClassVar[dict] = {}
+    cut = False  # was anything in the present state shortened?
+    max_action_tokens = 24  # generation cap: the longest legal action with SmolLM2's tokenizer, and EOS
+
+    def __init__(self, seed: int = 0, split: str = "train", **options):
+        if split not in SPLITS:
+            raise ValueError(f"unknown split {split!r}; use one of: {', '.join(SPLITS)}")
+        for key in options:
+            if key not in self.OPTIONS:
+                raise ValueError(f"{self.name} has no option {key!r}; it has: {', '.join(self.OPTIONS) or 'none'}")
+        self.seed, self.split, self.options = int(seed), split, {**self.OPTIONS, **options}
+        self.count = 0  # tasks taken from the own sequence
+        self.state = None  # plain data that changes within an episode
+
+    def reset(self, seed: int | None = None):
+        """Starts task `seed`, or the next of this environment's own sequence. Returns (obs, info)."""
+        if seed is None:
+            seed = random.Random(f"{self.name}/{self.split}/sequence/{self.seed}/{self.count}").randrange(2**31)
+            self.count += 1
+        self._make(int(seed))
+        return self._observe(), self._info()
+
+    def _make(self, seed: int):
+        self.task_seed = seed
+        self.state = {"steps": 0, "over": False, "success": False, "valid": True, "repaired": False, "action": ""}
+        self.state |= {"error": "", "history": []}
+        self._begin(random.Random(f"{self.name}/{self.split}/{seed}"))
+
+    def step(self, text: str):
+        """Takes one action text, whatever it holds. Returns (obs, reward, terminated, truncated, info)."""
+        if self.state is None or self.state["over"]:
+            raise RuntimeError("the episode is over or has not begun: call reset()")
+        s = self.state
+        s["steps"] += 1
+        s.update(valid=True, repaired=False, action="", error="")
+        reward, terminated = self._act(str(text))
+        truncated = not terminated and s["steps"] >= self.max_steps
+        s["over"] = terminated or truncated
+        return self._observe(), reward, terminated, truncated, self._info()
+
+    def _info(self) -> dict:
+        kept = {k: self.state[k] for k in ("success", "valid", "repaired", "action", "error")}
+        return {**kept, "cut": self.cut, "task": self.task}
+
+    def save(self) -> dict:
+        """Everything that restore() needs, as plain data."""
+        if self.state is None:
+            return {"count": self.count, "task_seed": None, "state": None}
+        return {"count": self.count, "task_seed": self.task_seed, "state": copy.deepcopy(self.state)}
+
+    def restore(self, saved: dict):
+        """Back to what save() saw. Returns the observation there (None before the first reset)."""
+        self.count = saved["count"]
+        if saved["state"] is None:
+            self.state = None
+            return None
+        if self.state is None or self.task_seed != saved["task_seed"]:
+            self._make(saved["task_seed"])
+        self.state = copy.deepcopy(saved["state"])
+        self._moved()
+        return self._observe()
+
+    def _moved(self):
+        """Called when self.state was replaced: a place to drop what was computed from it."""
+
+    def judge(self, segment) -> float:
+        """Progress in [0, 1] over (obs text, action text) pairs, from the visible transcript alone."""
+        goals = [m[1] for obs, _ in segment if (m := re.match(r"Goal: ([^\n]*)", obs))]
+        if not goals:
+            return 0.0
+        steps = self._steps_of(goals[0])
+        texts = [f"{obs} {action}" for obs, action in segment]
+        total = sum(weight for _, weight in steps) or 1.0
+        return sum(w for pattern, w in steps if any(re.search(pattern, t) for t in texts)) / total
+
+    def key_steps(self) -> list[tuple[str, float]]:
+        """(regular expression over `obs + " " + action`, weight) of the steps known to matter in this task."""
+        return self._steps_of(self.goal)
+
+
+# ======================================================================================================================
+# webnav
+# ======================================================================================================================
+
+# Words of the shops. No word or label of one split appears in another: test shops speak differently, yet guessably.
+WORDS = {
+    "train": {
+        "looks": "red, blue, green, small, round, soft, tall, heavy, plain, bright, striped, vintage",
+        "stuffs": "oak, maple, steel, cotton, glass, clay, wool, bamboo, leather, marble",
+        "nouns": "lamp, chair, mug, kettle, blanket, backpack, clock, mirror, pillow, candle, bottle, table, kite",
+        "users": "anna, ben, carla, david, emma, frank, grace, henry",
+        "passwords": "plum, kiwi, mango, peach, olive, lemon, melon",
+        "topics": "returns, warranty, gift cards, refunds, store hours, lost parcels, repairs, coupons",
+        "home": "home, home page",
+        "next": "next page, more results",
+        "previous": "previous page, earlier results",
+        "search": "search, search box",
+        "help": "help center, help",
+        "login": "log in, login",
+        "submit": "submit, enter",
+        "user": "user, username",
+        "password": "password, secret word",
+        "account": "my account, account",
+        "orders": "my orders, orders",
+        "cart": "cart, view cart",
+        "add": "add to cart, put in cart",
+        "save": "save for later, add to wishlist",
+        "cookies": "accept cookies, allow cookies",
+        "dead": "press, careers",
+        "ghost": "deals, gift ideas",
+        "price": "price, cost",
+        "reviews": "reviews, ratings",
+        "shipping": "shipping, delivery",
+    },
+    "val": {
+        "looks": "yellow, narrow, curved, dotted, square, modern",
+        "stuffs": "walnut, iron, rubber, paper, felt",
+        "nouns": "stool, teapot, umbrella, wallet, drawer, broom, helmet",
+        "users": "ivan, julia, kevin, laura",
+        "passwords": "fern, tulip, daisy, lotus",
+        "topics": "assembly, loyalty points, cancellations, spare parts, newsletter, bulk buying",
+        "home": "start page",
+        "next": "older items",
+        "previous": "newer items",
+        "search": "search shop",
+        "help": "support",
+        "login": "member login",
+        "submit": "continue",
+        "user": "login name",
+        "password": "login password",
+        "account": "my page",
+        "orders": "past orders",
+        "cart": "basket contents",
+        "add": "add to basket",
+        "save": "remember this",
+        "cookies": "agree to cookies",
+        "dead": "partners",
+        "ghost": "new in",
+        "price": "see price",
+        "reviews": "read reviews",
+        "shipping": "shipping details",
+    },
+    "test": {
+        "looks": "black, white, pink, large, slim, folding, wide, light, woven, classic",
+        "stuffs": "pine, copper, linen, silver, cork, velvet, bronze, silk",
+        "nouns": "desk, vase, bowl, towel, jacket, notebook, tray, scarf, sofa, ladder",
+        "users": "maria, nick, olga, peter, rosa, simon",
+        "passwords": "tiger, otter, eagle, zebra, camel, rabbit",
+        "topics": "payment methods, size guide, privacy, invoices, recycling, damaged items, complaints",
+        "home": "main page, shop home",
+        "next": "show more, following page",
+        "previous": "show previous, page before",
+        "search": "find products, search items",
+        "help": "customer help, help desk",
+        "login": "sign in, log in here",
+        "submit": "confirm, proceed",
+        "user": "user name, account name",
+        "password": "your password, passcode",
+        "account": "your account, profile",
+        "orders": "order history, your orders",
+        "cart": "shopping cart, your cart",
+        "add": "add item to cart, place in cart",
+        "save": "bookmark item, add to favorites",
+        "cookies": "accept all cookies, cookies ok",
+        "dead": "our story, investors",
+        "ghost": "special offers, trending",
+        "price": "pricing, price details",
+        "reviews": "customer reviews, buyer ratings",
+        "shipping": "shipping info, delivery terms",
+    },
+}
+WORDS = {split: {kind: words.split(", ") for kind, words in kinds.items()} for split, kinds in WORDS.items()}
+TABS = ("price", "reviews", "shipping")
+# (navigation last?, tabs are buttons?, order of the tabs): 24 layouts, dealt out 3 : 1 : 2
+LAYOUTS = {name: [] for name in SPLITS}
+for _i, _layout in enumerate(itertools.product((False, True), (False, True), itertools.permutations(TABS))):
+    LAYOUTS[["train", "val", "train", "test", "train", "test"][(_i + _i // 6) % 6]].append(_layout)
+GOALS = {
+    "price": ("find the price of {x}", "how much is the {x}?", "answer with the price of {x}"),
+    "reviews": ("find the rating of {x}", "how many stars does the {x} have?", "answer with the review score of {x}"),
+    "shipping": ("find the shipping terms of {x}", "how is the {x} shipped?", "answer with the delivery terms of {x}"),
+    "help": ("open the help page on {x}", "show the help topic {x}", "read the help about {x}"),
+    "order": ("log in as {u} with password {p} and open order {x}", "open order {x} as user {u}, password {p}"),
+    "cart": ("add {x} to the cart", "put the {x} in the cart", "get one {x} into the cart"),
+    "cheapest": ("which {x} is the cheapest?", "find the cheapest {x}", "answer with the name of the cheapest {x}"),
+}
+_GOAL_PATTERNS = [
+    (kind, re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>.+)", re.escape(wording))))
+    for kind, wordings in GOALS.items()
+    for wording in wordings
+]
+
+
+@dataclass
+class Shop:
+    """One task's fixed part: the shop and the goal in it."""
+
+    kind: str
+    goal: str
+    answer: str  # expected answer, "" for goals without one
+    target: int  # index of the goal's product, topic, order or category
+    products: list = field(default_factory=list)  # dicts: name, noun (index), price, was, reviews, shipping
+    nouns: list = field(default_factory=list)
+    topics: list = field(default_factory=list)
+    orders: list = field(default_factory=list)
+    user: str = ""
+    password: str = ""
+    words: dict = field(default_factory=dict)  # label of each kind
+    layout: tuple = ()
+    cookies: bool = False
+    ghost_home: bool = False
+    ghost_list: bool = False
+    pair: bool = False
+    by_search: bool = False
+
+    def shelf(self, noun: int) -> list[int]:
+        return [i for i, p in enumerate(self.products) if p["noun"] == noun]
+
+
+class WebNav(Env):
+    """A simulated shop of real HTML pages, read back by `html_to_state`.
+
+    State (empty lines are left out; Error only after an illegal action):
+        Goal: find the price of red maple lamp
+        Page: lamps | /c/lamps?p=2
+        Text: page 2 of 3
+        Links: home | red maple lamp | small maple lamp | next page | previous page
+        Buttons: accept cookies
+        Inputs: search
+        Done: visited: home > click "lamps" > click "next page"
+        Error: no link or button "lamp" here
+        Action:
+    Actions:
+        click "<label>"           a link or a button; the second of two equal labels is shown and clicked as "label #2"
+        type "<field>" "<text>"   fills an input (a search box also submits)
+        back                      the page before; illegal on the first page
+        answer "<text>"           ends the episode
+    Goals: price / reviews / shipping of a product (answered), a help topic or an order (opened), a product in the
+    cart, the cheapest of a category (answered).
+    Traps: near-duplicate names, ghost links (broken), dead ends (only `back`), a cookie banner that blocks every click
+    and input until accepted.
+    Reward: 1 on success; -0.01 for an action already taken in the same page and state; -0.02 for an illegal one; with
+    shaping=True +0.02 the first time each detail tab is opened.
+    Ends: success, or any answer (terminated); 15 steps (truncated).
+    `cut` in info counts shortened text, labels or lists, not the compression of old actions to `visited:`.
+
+    By hand: find the price of a product through the shelves.
+    >>> env = make_env("webnav", split="train")
+    >>> obs, info = env.reset(seed=4)
+    >>> while not info["success"]:
+    ...     obs, reward, terminated, truncated, info = env.step(env.expert())
+    >>> reward, terminated, truncated, info["valid"]
+    (1.0, True, False, True)
+    """
+
+    # Difficulty: change here (or in a subclass) and measure again.
+    KINDS: ClassVar[dict] = {  # shares of the goals
+        "price": 20, "reviews": 17, "shipping": 17, "help": 12, "order": 12, "cart": 14, "cheapest": 8,
+    }  # fmt: skip
+    COOKIES = 0.30  # probability of a cookie banner
+    GHOST_HOME = 0.35  # probability of a broken link on the home page
+    GHOST_LIST = 0.25  # probability of a broken "<product> price" link in listings of the goal's product
+    DEAD_END = 0.5  # probability of a dead-end page linked from home
+    PAIR = 0.15  # probability that product pages also sell the similar product (a second, equal button)
+    WAS_PRICE = 0.3  # probability of an old price beside the price
+    SEARCH = 0.5  # share of tasks where the expert searches instead of browsing
+    CATEGORIES = 3
+    PRODUCTS = (3, 7)  # products in a category, least and most
+    CHEAPEST_PRODUCTS = (2, 3)  # the same for the category of a cheapest task
+    PER_PAGE = 3  # products on a listing page
+    TOPICS = 5  # help topics, 4 on a page
+    ORDERS = 3
+
+    name = "webnav"
+    summary = "a simulated shop in HTML: find prices, open orders, fill the cart (option shaping=False)"
+    OPTIONS: ClassVar[dict] = {"shaping": False}
+    max_steps = 15
+
+    @property
+    def return_bounds(self):
+        return (-0.02 * self.max_steps, 1.0 + (0.02 * (self.max_steps - 1) if self.options["shaping"] else 0.0))
+
+    @property
+    def goal(self) -> str:
+        return self.shop.goal
+
+    @property
+    def task(self) -> str:
+        return self.shop.kind
+
+    # ---- the task ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, rng: random.Random):
+        words = WORDS[self.split]
+        kind = rng.choices(list(self.KINDS), list(self.KINDS.values()))[0]
+        shop = Shop(kind, "", "", 0)
+        shop.words = {key: rng.choice(words[key]) for key in list(words)[6:]}
+        shop.layout = rng.choice(LAYOUTS[self.split])
+        shop.nouns = rng.sample(words["nouns"], self.CATEGORIES)
+        prices = rng.sample(range(5, 80), 60)
+        for index in range(self.CATEGORIES):
+            least, most = self.CHEAPEST_PRODUCTS if kind == "cheapest" and index == 0 else self.PRODUCTS
+            names = list(itertools.product(rng.sample(words["looks"], 3), rng.sample(words["stuffs"], 3)))
+            for look, stuff in rng.sample(names, min(9, rng.randint(least, most))):
+                dollars = prices.pop()
+                was = f"${dollars + rng.randint(2, 9)}.00" if rng.random() < self.WAS_PRICE else ""
+                shop.products.append({
+                    "name": f"{look} {stuff} {shop.nouns[index]}", "noun": index, "was": was,
+                    "price": f"${dollars}.{rng.choice(('00', '25', '50', '75'))}",
+                    "reviews": f"{rng.randint(2, 4)}.{rng.randint(1, 9)} stars",
+                    "shipping": f"{rng.randint(2, 9)} days {rng.choice(('free', '$2', '$3', '$5'))}",
+                    "votes": rng.randint(10, 99),
+                })  # fmt: skip
+        shop.topics = rng.sample(words["topics"], min(self.TOPICS, len(words["topics"])))
+        base = rng.sample("123456789", 4)
+        shop.orders = ["".join(p) for p in rng.sample(list(itertools.permutations(base)), self.ORDERS)]
+        shop.user, shop.password = rng.choice(words["users"]), rng.choice(words["passwords"])
+        named = {}
+        if kind == "help":
+            shop.target = rng.randrange(len(shop.topics))
+            named = {"x": shop.topics[shop.target]}
+        elif kind == "order":
+            shop.target = rng.randrange(len(shop.orders))
+            named = {"x": shop.orders[shop.target], "u": shop.user, "p": shop.password}
+        elif kind == "cheapest":
+            cheapest = min(shop.shelf(0), key=lambda i: float(shop.products[i]["price"][1:]))
+            shop.answer, named = shop.products[cheapest]["name"], {"x": shop.nouns[0]}
+        else:
+            shop.target = rng.randrange(len(shop.products))
+            named, shop.answer = {"x": shop.products[shop.target]["name"]}, shop.products[shop.target].get(kind, "")
+        shop.goal = rng.choice(GOALS[kind]).format(**named)
+        shop.cookies, shop.ghost_home = rng.random() < self.COOKIES, rng.random() < self.GHOST_HOME
+        shop.ghost_list, shop.pair = rng.random() < self.GHOST_LIST, rng.random() < self.PAIR
+        shop.by_search = rng.random() < self.SEARCH
+        if rng.random() >= self.DEAD_END:
+            shop.words["dead"] = ""
+        self.home_order = rng.sample(range(self.CATEGORIES + 5), self.CATEGORIES + 5)
+        self.shop = shop
+        self.state |= {"url": "/", "stack": [], "note": "", "fields": {}, "cookies": shop.cookies, "user": False}
+        self.state |= {"cart": [], "viewed": [], "tabs": [], "taken": []}
+        self._page = None
+
+    # ---- pages: rendered to HTML, read back ------------------------------------------------------------------------
+
+    def _html(self) -> str:
+        """The current page."""
+        shop, s, w = self.shop, self.state, self.shop.words
+        path, _, query = s["url"].partition("?")
+        parts = path.strip("/").split("/")
+        nav, main, text = [_a(w["home"], "/")], [], ""
+        search = f'<input name="search" placeholder="{escape(w["search"])}">'
+        if parts[0] == "":
+            title, nav = w["home"], []
+            items = [_a(f"{noun}s", f"/c/{noun}s?p=1") for noun in shop.nouns]
+            items += [_a(w["help"], "/help?p=1"), _a(w["cart"], "/cart")]
+            items.append(_a(w["account"], "/account") if s["user"] else _a(w["login"], "/login"))
+            items.append(_a(w["dead"], "/about") if w["dead"] else "")
+            items.append(_a(w["ghost"], "#") if shop.ghost_home else "")
+            main = [items[i] for i in self.home_order] + [search]
+            text = "welcome to the shop"
+        elif parts[0] == "c":
+            title, number = parts[1], int(query[2:])
+            shelf = shop.shelf(shop.nouns.index(title[:-1]))
+            pages = -(-len(shelf) // self.PER_PAGE)
+            text = f"page {number} of {pages}"
+            for i in shelf[(number - 1) * self.PER_PAGE : number * self.PER_PAGE]:
+                main.append(_a(shop.products[i]["name"], f"/p/{i}"))
+                if shop.ghost_list and i == shop.target and shop.answer and shop.kind != "cheapest":
+                    main.append(_a(f"{shop.products[i]['name']} {w[shop.kind]}", "#"))
+            main += self._pager(path, number, pages)
+        elif parts[0] == "s":
+            title, found = "search results", self._find(unquote_plus(query[2:]))
+            text = f"{len(found)} found" if found else "nothing found"
+            main = [_a(shop.products[i]["name"], f"/p/{i}") for i in found] + [search]
+        elif parts[0] == "p":
+            index = int(parts[1])
+            product, tab = shop.products[index], parts[2] if len(parts) > 2 else ""
+            shelf = shop.shelf(product["noun"])
+            similar = shelf[(shelf.index(index) + 1) % len(shelf)]
+            title, text = product["name"], self._product_text(product, tab)
+            nav.append(_a(f"{shop.nouns[product['noun']]}s", f"/c/{shop.nouns[product['noun']]}s?p=1"))
+            make = _button if shop.layout[1] else _a
+            main = [make(w[t], f"/p/{index}/{t}") for t in shop.layout[2] if t != tab]
+            main += [_button(w["add"], f"add:{index}"), _button(w["save"], "save")]
+            main.append(_a(shop.products[similar]["name"], f"/p/{similar}"))
+            main.append(_button(w["add"], f"add:{similar}") if shop.pair else "")
+        elif parts[0] == "help" and len(parts) == 1:
+            title, number, pages = w["help"], int(query[2:]), -(-len(shop.topics) // 4)
+            text = f"topics, page {number} of {pages}" if pages > 1 else "topics"
+            main = [_a(t, f"/help/{i}") for i, t in list(enumerate(shop.topics))[number * 4 - 4 : number * 4]]
+            main += self._pager(path, number, pages)
+        elif parts[0] == "help":
+            title, text = shop.topics[int(parts[1])], "this page explains it all"
+            nav.append(_a(w["help"], "/help?p=1"))
+        elif parts[0] == "login":
+            title, text = w["login"], "fill in both fields"
+            for name in ("user", "password"):
+                value = escape(s["fields"].get(name, ""))
+                main.append(f'<label for="{name}">{w[name]}</label><input id="{name}" name="{name}" value="{value}">')
+            main.append(_button(w["submit"], "login"))
+        elif parts[0] == "account":
+            title, text = w["account"], f"hello {shop.user}"
+            main = [_a(w["orders"], "/orders")]
+        elif parts[0] == "orders" and len(parts) == 1:
+            title, text = w["orders"], f"{len(shop.orders)} orders"
+            main = [_a(f"order {n}", f"/orders/{n}") for n in shop.orders]
+            nav.append(_a(w["account"], "/account"))
+        elif parts[0] == "orders":
+            title, text = f"order {parts[1]}", "this order is on its way"
+            nav.append(_a(w["orders"], "/orders"))
+        elif parts[0] == "cart":
+            title = w["cart"]
+            text = ", ".join(shop.products[i]["name"] for i in s["cart"][-3:]) or "nothing here yet"
+        else:
+            title, text, nav = w["dead"], "there is nothing to do here", []
+        alone = len(s["viewed"]) == 1 and s["url"] == f"/p/{s['viewed'][0]}/price"  # the text already says it
+        if s["viewed"] and parts[0] in ("", "c", "p", "s") and not alone:
+            seen = [f"{shop.products[i]['name']} {shop.products[i]['price']}" for i in s["viewed"][-4:]]
+            text += ". recently viewed: " + ", ".join(seen)
+        if s["cookies"]:
+            text = "we use cookies. " + text
+            main.append(_button(w["cookies"], "cookies"))
+        note = f"<b>{escape(s['note'])}.</b>" if s["note"] else ""
+        blocks = ["<nav>" + "".join(nav) + "</nav>", "<main>" + "".join(main) + "</main>"]
+        blocks = "".join(reversed(blocks) if shop.layout[0] else blocks)
+        return f"<!doctype html><title>{escape(title)}</title>{note}<p>{escape(text)}</p>{blocks}"
+
+    def _product_text(self, product: dict, tab: str) -> str:
+        if tab == "price":
+            return f"price: {product['price']}" + (f", was {product['was']}" if product["was"] else "")
+        if tab == "reviews":
+            return f"rating: {product['reviews']} from {product['votes']} buyers"
+        return f"shipping: {product['shipping']}" if tab else "open a tab for details"
+
+    def _pager(self, path: str, number: int, pages: int) -> list[str]:
+        words = self.shop.words
+        links = [_a(words["next"], f"{path}?p={number + 1}")] if number < pages else []
+        return links + ([_a(words["previous"], f"{path}?p={number - 1}")] if number > 1 else [])
+
+    def _find(self, query: str) -> list[int]:
+        """At most 4 products with the most words of the query, in the shop's order."""
+        wanted = {word.rstrip("s") for word in query.lower().split()}
+        hits = [len(wanted & {x.rstrip("s") for x in p["name"].split()}) for p in self.shop.products]
+        floor = max(1, max(hits) - 1)
+        best = sorted((i for i, n in enumerate(hits) if n >= floor), key=lambda i: -hits[i])
+        return sorted(best[:4])
+
+    @property
+    def page(self) -> Page:
+        if self._page is None:
+            s = self.state
+            self._page = html_to_state(self._html(), self.goal, s["url"], s["history"])
+        return self._page
+
+    def _moved(self):
+        self._page = None
+
+    def _observe(self):
+        return render_state(self.page, self.goal, self.state["history"], self.state["error"])
+
+    @property
+    def cut(self) -> bool:
+        return self.page.cut
+
+    # ---- acting ------------------------------------------------------------------------------------------------------
+
+    def _act(self, text: str) -> tuple[float, bool]:
+        s, page = self.state, self.page
+        action = parse_action(text, tuple(e.label for e in page.inputs))
+        verb, args, s["repaired"] = action
+        lowered = tuple(clean(a).lower() for a in args)
+        if verb in ("click", "type") and lowered[0] != args[0]:
+            s["repaired"] = True
+        if verb:
+            action = Action(verb, (lowered[0], *args[1:]) if verb in ("click", "type") else args)
+            s["action"] = str(action)
+        element = None
+        if verb == "click":
+            element = next((e for e in page.links + page.buttons if e.label == lowered[0]), None)
+        elif verb == "type":
+            element = next((e for e in page.inputs if e.label == lowered[0]), None)
+        s["error"] = self._why_illegal(verb, args, element)
+        if s["error"]:
+            s["valid"] = False
+            return -0.02, False
+        # the page and all that can change what the action does
+        key = (s["url"], s["cookies"], s["user"], tuple(s["cart"]), tuple(sorted(s["fields"].items())), str(action))
+        reward = -0.01 if key in s["taken"] else 0.0
+        s["taken"].append(key)
+        s["history"].append((page.title, str(action)))
+        s["note"] = ""
+        self._moved()
+        if verb == "answer":
+            s["success"] = bool(self.shop.answer) and _same(args[0], self.shop.answer)
+            return (1.0 if s["success"] else reward), True
+        if verb == "back":
+            s["url"] = s["stack"].pop()
+        elif s["cookies"] and element.target != "cookies":
+            s["note"] = f"{self.shop.words['cookies']} first"
+        elif verb == "type":
+            self._fill(element.target, clean(args[1])[:60])
+        else:
+            reward += self._follow(element.target)
+        s["success"] = self._reached()
+        return (1.0, True) if s["success"] else (reward, False)
+
+    def _why_illegal(self, verb: str, args: tuple, element: Element | None) -> str:
+        if not verb:
+            return "unreadable; use click, type, back or answer"
+        if verb == "back" and not self.state["stack"]:
+            return "no page to go back to"
+        if verb in ("click", "type") and element is None:
+            return f'no {"link or button" if verb == "click" else "input"} "{clean(args[0])[:40]}" here'
+        return ""
+
+    def _open(self, url: str):
+        if url != self.state["url"]:
+            self.state["stack"].append(self.state["url"])
+            self.state["url"] = url
+
+    def _fill(self, name: str, text: str):
+        if name == "search":
+            self._open(f"/s?q={quote_plus(text.lower())}")
+        else:
+            self.state["fields"][name] = text
+
+    def _follow(self, target: str) -> float:
+        """Clicks on a link or button; returns the shaping reward."""
+        s, shop = self.state, self.shop
+        verb, _, index = target.partition(":")
+        if target == "#":
+            s["note"] = "this link is broken"
+        elif target == "cookies":
+            s["cookies"] = False
+        elif target == "save":
+            s["note"] = "saved"
+        elif verb == "add":
+            s["cart"].append(int(index))
+            s["note"] = f"{shop.products[int(index)]['name']} added"
+        elif target == "login":
+            s["user"] = s["fields"] == {"user": shop.user, "password": shop.password}
+            if s["user"]:
+                self._open("/account")
+            else:
+                s["note"] = "wrong name or password"
+        else:
+            self._open(target)
+        parts = s["url"].strip("/").split("/")
+        if len(parts) == 3 and s["url"] not in s["tabs"]:
+            s["tabs"].append(s["url"])
+            if parts[2] == "price":
+                s["viewed"].append(int(parts[1]))
+            return 0.02 if self.options["shaping"] else 0.0
+        return 0.0
+
+    def _reached(self) -> bool:
+        shop, s = self.shop, self.state
+        if shop.kind == "help":
+            return s["url"] == f"/help/{shop.target}"
+        if shop.kind == "order":
+            return s["url"] == f"/orders/{shop.orders[shop.target]}"
+        return shop.kind == "cart" and shop.target in s["cart"]
+
+    # ---- the expert --------------------------------------------------------------------------------------------------
+
+    def _click(self, target: str) -> str | None:
+        return next((f'click "{e.label}"' for e in self.page.links + self.page.buttons if e.target == target), None)
+
+    def expert(self) -> str:
+        """The action of a scripted shopper who knows the shop; works from any state."""
+        shop, s = self.shop, self.state
+        if s["cookies"]:
+            return self._click("cookies")
+        if shop.kind == "help":
+            wanted = [f"/help/{shop.target}", f"/help?p={1 + shop.target // 4}", "/help?p=1"]
+        elif shop.kind == "order" and s["user"]:
+            wanted = [f"/orders/{shop.orders[shop.target]}", "/orders", "/account"]
+        elif shop.kind == "order":
+            if s["url"] == "/login":
+                for name, text in (("user", shop.user), ("password", shop.password)):
+                    if s["fields"].get(name) != text:
+                        return f'type "{shop.words[name]}" "{text}"'
+                return self._click("login")
+            wanted = ["/login"]
+        else:
+            return self._expert_product()
+        return self._towards(wanted)
+
+    def _towards(self, wanted: list[str]) -> str:
+        """Clicks the first wanted target in sight that is not this page; else goes home; else back."""
+        targets = [t for t in wanted if t != self.state["url"]] + ["/"]
+        return next((c for t in targets if (c := self._click(t))), "back")
+
+    def _expert_product(self) -> str:
+        shop, s = self.shop, self.state
+        if shop.kind == "cheapest":
+            unseen = [i for i in shop.shelf(0) if i not in s["viewed"]]
+            if not unseen:
+                return f'answer "{shop.answer}"'
+            here = [i for i in unseen if s["url"] == f"/p/{i}" or s["url"].startswith(f"/p/{i}/")]
+            in_sight = [i for i in unseen if self._click(f"/p/{i}")]
+            product, tab = (here or in_sight or unseen)[0], "price"
+        else:
+            product, tab = shop.target, shop.kind
+        if s["url"] == f"/p/{product}/{tab}":
+            return f'answer "{shop.answer}"'
+        if s["url"] == f"/p/{product}" or s["url"].startswith(f"/p/{product}/"):
+            return self._click(f"add:{product}" if tab == "cart" else f"/p/{product}/{tab}")
+        noun = shop.products[product]["noun"]
+        shelf = f"/c/{shop.nouns[noun]}s?p="
+        number = 1 + shop.shelf(noun).index(product) // self.PER_PAGE
+        if s["url"].startswith(shelf):  # pages are neighbours: walk towards the right one
+            present = int(s["url"][len(shelf) :])
+            present += (number > present) - (number < present)
+            return self._towards([f"/p/{product}", f"{shelf}{present}"])
+        search = next((e.label for e in self.page.inputs if e.target == "search"), None)
+        if shop.by_search and shop.kind != "cheapest" and search and not self._click(f"/p/{product}"):
+            return f'type "{search}" "{shop.products[product]["name"]}"'
+        return self._towards([f"/p/{product}", f"{shelf}1"])
+
+    def legal_actions(self) -> list[str]:
+        """All clicks, `back` if possible, a few texts to type, and answers for the values in sight."""
+        shop, page = self.shop, self.page
+        actions = [f'click "{e.label}"' for e in page.links + page.buttons]
+        for e in page.inputs:
+            texts = [shop.products[shop.target % len(shop.products)]["name"], shop.nouns[-1]]
+            if e.target in ("user", "password"):
+                texts = [shop.user, shop.password]
+            actions += [f'type "{e.label}" "{text}"' for text in texts]
+        values = re.findall(r"\$\d+\.\d\d|\d\.\d stars|\d days \S+", page.text)
+        if shop.kind == "cheapest":
+            values = [shop.products[i]["name"] for i in self.state["viewed"]]
+        actions += [f'answer "{value}"' for value in dict.fromkeys(values)]
+        return actions + (["back"] if self.state["stack"] else [])
+
+    # ---- judging from the transcript -----------------------------------------------------------------------------
+
+    def _steps_of(self, goal: str) -> list[tuple[str, float]]:
+        kind, found = next(((k, m) for k, pattern in _GOAL_PATTERNS if (m := pattern.fullmatch(goal))), ("", None))
+        if found is None:
+            return []
+        x = re.escape(found["x"])
+        if kind == "help":
+            return [(r"\| /help\?", 0.4), (rf'Action: click "{x}"$', 0.6)]
+        if kind == "order":
+            u, p = re.escape(found["u"]), re.escape(found["p"])
+            steps = [(r"\| /login", 0.1), (rf'type "[^"]+" "{u}"$', 0.2), (rf'type "[^"]+" "{p}"$', 0.2)]
+            return steps + [(r"\| /account", 0.2), (rf'Action: click "order {x}"$', 0.3)]
+        if kind == "cart":
+            return [(rf"Page: {x} \|", 0.5), (rf'Page: {x} \|[\s\S]*Action: click "[^"]*(cart|basket)[^"#]*"$', 0.5)]
+        if kind == "cheapest":
+            steps = [(rf"Page: [^|\n]*\b{x}\b[^|\n]* \| \S+/price\n", 0.3)]
+            return steps + [(rf"recently viewed: [^\n]*{x} \$[^\n]*{x} \$", 0.3), (rf'answer "[^"]*{x}"$', 0.4)]
+        tab = rf"Page: {x} \| \S+/{kind}\n"
+        return [(rf"Page: {x} \|", 0.35), (tab, 0.35), (rf'{tab}[\s\S]*Action: answer "[^"]+"$', 0.3)]
+
+
+def _a(label: str, href: str) -> str:
+    return f'<a href="{escape(href)}">{escape(label)}</a> '
+
+
+def _button(label: str, target: str) -> str:
+    kind = "formaction" if target.startswith("/") else "name"
+    return f'<button {kind}="{escape(target)}">{escape(label)}</button> '
+
+
+def _same(given: str, expected: str) -> bool:
+    """Equal but for case, blanks, "the", "$", a final full stop and the word stars."""
+
+    def plain(text):
+        return clean(text).lower().rstrip(".").replace("$", "").removeprefix("the ").removesuffix(" stars").strip()
+
+    return plain(given) == plain(expected)
+
+
+# ======================================================================================================================
+# gridworld
+# ======================================================================================================================
+
+MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+
+
+class GridWorld(Env):
+    """A grid with walls and traps; option size (3 to 9).
+
+    State (map: A agent, F flag, # wall, x trap, . free; outside the map is wall):
+        Goal: reach the flag
+        Offset: 2 up 3 right
+        Up: free. Down: wall. Left: trap. Right: free.
+        Map:
+        .#..F
+        .....
+        xA.#.
+        .#...
+        .....
+        Last: right up
+        Action:
+    Actions: up, down, left, right.
+    Reward: 1 on reaching the flag; -0.5 in a trap; -0.02 for a wall or an unreadable action (no move); else -0.01.
+    Ends: flag or trap (terminated); 4 * size steps (truncated).
+    The wall layout's checksum modulo 5 decides its split (0 test, 1 val, else train), so no test grid is trained on.
+
+    By hand: from A above, `up` then `right` twice meets no wall; five moves are the shortest way (2 up + 3 right).
+    >>> env = make_env("gridworld", size=5)
+    >>> _ = env.reset(seed=0)
+    >>> env.load(["..#.F", ".....", "xA.#.", ".#...", "....."]).splitlines()[1]
+    'Offset: 2 up 3 right'
+    >>> env.distance(), env.expert()
+    (5, 'up')
+    """
+
+    WALLS = 0.22  # share of wall cells
+    TRAPS = (1, 2)  # number of traps, least and most
+
+    name = "gridworld"
+    summary = "a text grid with walls and traps: reach the flag (option size=5)"
+    OPTIONS: ClassVar[dict] = {"size": 5}
+    max_action_tokens = 4
+    goal = "reach the flag"
+    task = "reach"
+
+    def __init__(self, seed: int = 0, split: str = "train", **options):
+        super().__init__(seed, split, **options)
+        self.size = self.options["size"]
+        if not isinstance(self.size, int) or not 3 <= self.size <= 9:
+            raise ValueError(f"gridworld: size must be a whole number from 3 to 9, got {self.size!r}")
+        self.max_steps = 4 * self.size
+
+    @property
+    def return_bounds(self):
+        return (-0.02 * (self.max_steps - 1) - 0.5, 1.0)
+
+    @staticmethod
+    def split_of(walls: str) -> str:
+        """The split that a wall layout ('#' and '.', rows joined) belongs to."""
+        return ("test", "val", "train", "train", "train")[zlib.crc32(walls.encode()) % 5]
+
+    def _begin(self, rng: random.Random):
+        n = self.size
+        while True:
+            walls = "".join("#" if rng.random() < self.WALLS else "." for _ in range(n * n))
+            free = [i for i, c in enumerate(walls) if c == "."]
+            if self.split_of(walls) != self.split or len(free) < 5:
+                continue
+            traps = rng.randint(*self.TRAPS)
+            agent, flag, *trap = rng.sample(free, 2 + traps)
+            cells = [("x" if i in trap else c) for i, c in enumerate(walls)]
+            cells[agent], cells[flag] = "A", "F"
+            self.load(["".join(cells[r * n : r * n + n]) for r in range(n)])
+            if self.distance() is not None and self.distance() >= 2:
+                return
+
+    def load(self, rows: list[str]) -> str:
+        """Puts a given map in place of the task's (for demonstrations and tests). Returns the observation."""
+        cells = {(r, c): ch for r, row in enumerate(rows) for c, ch in enumerate(row)}
+        self.state |= {"agent": next(p for p, ch in cells.items() if ch == "A"), "last": []}
+        self.state["map"] = [row.replace("A", ".") for row in rows]
+        self._moved()
+        return self._observe()
+
+    def _moved(self):
+        """Distances to the flag by breadth-first search, over free cells."""
+        self.flag = next((r, row.index("F")) for r, row in enumerate(self.state["map"]) if "F" in row)
+        self.distances, queue = {self.flag: 0}, deque([self.flag])
+        while queue:
+            r, c = queue.popleft()
+            for dr, dc in MOVES.values():
+                cell = (r + dr, c + dc)
+                if cell not in self.distances and self._at(cell) == ".":
+                    self.distances[cell] = self.distances[r, c] + 1
+                    queue.append(cell)
+
+    def _at(self, cell: tuple[int, int]) -> str:
+        r, c = cell
+        rows = self.state["map"]
+        return rows[r][c] if 0 <= r < len(rows) and 0 <= c < len(rows[r]) else "#"
+
+    def distance(self) -> int | None:
+        """Moves left on a shortest safe way from the agent (None: there is none)."""
+        return self.distances.get(self.state["agent"])
+
+    def _text(self, agent: tuple[int, int], last=(), error: str = "") -> str:
+        (r, c), (fr, fc) = agent, self.flag
+        offset = [f"{abs(fr - r)} {'up' if fr < r else 'down'}"] if fr != r else []
+        offset += [f"{abs(fc - c)} {'left' if fc < c else 'right'}"] if fc != c else []
+        names = {".": "free", "#": "wall", "x": "trap", "F": "flag"}
+        around = " ".join(f"{m.capitalize()}: {names[self._at((r + d[0], c + d[1]))]}." for m, d in MOVES.items())
+        rows = [row if i != r else row[:c] + "A" + row[c + 1 :] for i, row in enumerate(self.state["map"])]
+        lines = ["Goal: reach the flag", "Offset: " + (" ".join(offset) or "none"), around, "Map:", *rows]
+        lines += ["Last: " + " ".join(last)] if last else []
+        lines += [f"Error: {error}"] if error else []
+        return "\n".join(lines + ["Action:"])
+
+    def _observe(self):
+        return self._text(self.state["agent"], self.state["last"][-2:], self.state["error"])
+
+    def _act(self, text: str) -> tuple[float, bool]:
+        s = self.state
+        plain = text[:MAX_ACTION_CHARS].strip()
+        found = re.search(r"\b(up|down|left|right)\b", plain, re.IGNORECASE)
+        if found is None:
+            s.update(valid=False, error="unreadable; use up, down, left or right")
+            return -0.02, False
+        move = found[1].lower()
+        s.update(action=move, repaired=plain != move or len(text) > MAX_ACTION_CHARS)
+        cell = (s["agent"][0] + MOVES[move][0], s["agent"][1] + MOVES[move][1])
+        if self._at(cell) == "#":
+            s.update(valid=False, error=f"wall {move}")
+            return -0.02, False
+        s["agent"] = cell
+        s["last"].append(move)
+        s["success"] = self._at(cell) == "F"
+        if self._at(cell) == "x":
+            return -0.5, True
+        return (1.0, True) if s["success"] else (-0.01, False)
+
+    def expert(self) -> str:
+        """A shortest safe way; ties: first a move that reduces the offset, then up, down, left, right."""
+        r, c = self.state["agent"]
+
+        def rank(move):
+            cell = (r + MOVES[move][0], c + MOVES[move][1])
+            offset = abs(self.flag[0] - cell[0]) + abs(self.flag[1] - cell[1])
+            return self.distances.get(cell, 10**6), offset, list(MOVES).index(move)
+
+        return min(MOVES, key=rank)
+
+    def legal_actions(self) -> list[str]:
+        r, c = self.state["agent"]
+        return [m for m, (dr, dc) in MOVES.items() if self._at((r + dr, c + dc)) != "#"]
+
+    def cells(self) -> list[tuple[int, int, str, int]]:
+        """(row, column, observation if the agent were there, distance) of each free cell with a way to the flag."""
+        return [(r, c, self._text((r, c)), d) for (r, c), d in sorted(self.distances.items()) if d > 0]
+
+    def judge(self, segment) -> float:
+        """Share of the first offset that is gone at the end of the segment (1 if the last move enters the flag)."""
+        seen = []
+        for obs, action in segment:
+            if found := re.search(r"Offset: ([^\n]*)\n([^\n]*)", obs):
+                seen.append(
+                    (sum(map(int, re.findall(r"\d+", found[1]))), f"{action.strip().capitalize()}: flag." in found[2])
+                )
+        if not seen or not seen[0][0]:
+            return 0.0
+        return 1.0 if seen[-1][1] else max(0.0, 1 - seen[-1][0] / seen[0][0])
+
+    def _steps_of(self, goal: str) -> list[tuple[str, float]]:
+        return [(rf"{m.capitalize()}: flag\.[\s\S]*Action: {m}$", 1.0) for m in MOVES]
+
+
+# ======================================================================================================================
+# Registry and terminal play
+# ======================================================================================================================
+
+ENVS = {cls.name: cls for cls in (WebNav, GridWorld)}
+
+
+def make_env(name: str, seed: int = 0, split: str = "train", **options) -> Env:
+    """The environment `name`. Raises ValueError with one clear line for an unknown name, split or option."""
+    if name not in ENVS:
+        raise ValueError(f"unknown environment {name!r}; there are: {', '.join(ENVS)}")
+    return ENVS[name](seed=seed, split=split, **options)
+
+
+def play(env: Env, seed: int | None):
+    """A person plays one task: q quits, e shows the expert's action."""
+    obs, info = env.reset(seed)
+    total = 0.0
+    while True:
+        try:
+            text = input(f"\n{obs} ")
+        except (EOFError, KeyboardInterrupt):
+            return print()
+        if text.strip() == "q":
+            return
+        if text.strip() == "e":
+            print(f"(expert: {env.expert()})")
+            continue
+        obs, reward, terminated, truncated, info = env.step(text)
+        total += reward
+        if terminated or truncated:
+            end = "success" if info["success"] else "out of steps" if truncated else "failed"
+            return print(f"\n{end}; return {total:.2f}")
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description="Lists the environments, or lets a person play one in the terminal.")
+    parser.add_argument("name", nargs="?", help="environment to play; left out: list them")
+    parser.add_argument("--split", default="train", help="train, val or test")
+    parser.add_argument("--seed", type=int, default=0, help="task index")
+    args = parser.parse_args(argv)
+    if args.name is None:
+        for name, cls in ENVS.items():
+            print(f"{name}: {cls.summary}")
+        return 0
+    try:
+        env = make_env(args.name, split=args.split)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    play(env, args.seed)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

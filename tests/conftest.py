@@ -1,0 +1,90 @@
+"""Shared by the tests: markers, one torch thread, tiny models, and a reference model built without common.py's tricks."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: a tiny model is faster on one thread
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("MPLBACKEND", "Agg")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "smollm2: needs the real SmolLM2-135M in the cache (4-bit, bf16; about 20 s)")
+    config.addinivalue_line("markers", "e2e: whole runs of the command line (about a minute)")
+
+
+@pytest.fixture
+def keep_sigint():
+    """main() installs a Ctrl-C handler: put pytest's own back."""
+    import signal
+
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def randomise(lm, names, std=0.05, seed=0):
+    """LoRA weights away from zero, different for each adapter (a fresh adapter has B = 0 and does nothing)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name in names:
+            for param in lm.params(name).values():
+                param.copy_(torch.randn(param.shape, generator=generator) * std)
+
+
+def random_prompts(lengths, seed=0, vocab=512):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+def plain_reference(lm, seed=0):
+    """The tiny model as a plain peft model in fp32: full forward from input ids, no trunk, no padding, no 4-bit layer.
+
+    4-bit weights of `lm` are dequantised into ordinary Linear layers; all adapters are copied.
+    """
+    import bitsandbytes as bnb
+    from peft import LoraConfig, get_peft_model
+
+    import common
+
+    model, _ = common.tiny_model(seed)
+    model.set_attn_implementation("eager")
+    for name, module in lm.peft.base_model.model.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            weight = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            model.get_submodule(name.removesuffix(".base_layer")).weight.data = weight.float().clone()
+    rank = next(p for k, p in lm.params(lm.adapters[0]).items() if "lora_A" in k).shape[0]
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        lora_dropout=0.0,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        layers_to_transform=list(range(lm.first_layer, model.config.num_hidden_layers)),
+    )
+    reference = get_peft_model(model, config, adapter_name=lm.adapters[0])
+    for name in lm.adapters[1:]:
+        reference.add_adapter(name, config)
+    own = dict(reference.named_parameters())
+    with torch.no_grad():
+        for name in lm.adapters:
+            for key, param in lm.params(name).items():
+                own[key].copy_(param)
+    return reference.eval()
+
+
+def reference_logprobs(reference, adapter, prompt, action, temperature):
+    """log π(action tokens) of one sequence, alone in its batch, by the plain model -> (n,)."""
+    if adapter is None:
+        with reference.disable_adapter():
+            logits = reference(input_ids=torch.tensor([prompt + action[:-1]])).logits[0]
+    else:
+        reference.set_adapter(adapter)
+        logits = reference(input_ids=torch.tensor([prompt + action[:-1]])).logits[0]
+    rows = (logits[len(prompt) - 1 :].float() / temperature).log_softmax(-1)
+    return rows[torch.arange(len(action)), torch.tensor(action)]

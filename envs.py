@@ -236,7 +236,11 @@ def render_history(history, keep: int = 3) -> str:
 
 
 def render_state(page: Page, goal: str = "", history=(), error: str = "") -> str:
-    """The prompt: one line for each part that is not empty, ending with `Action:`."""
+    """The prompt: one line for each part that is not empty, ending with `Action:`.
+
+    Labels and old actions stand without quotes: for ` click red lamp` a language model copies the very tokens of
+    ` red lamp`, while the `red` of `"red` is another token than ` red`.
+    """
     lines = [f"Goal: {goal}"] if goal else []
     lines.append(f"Page: {page.title or 'untitled'}" + (f" | {page.url}" if page.url else ""))
     if page.text:
@@ -260,6 +264,11 @@ def render_state(page: Page, goal: str = "", history=(), error: str = "") -> str
 
 MAX_ACTION_CHARS = 600  # an action text is read up to here
 _STRICT = re.compile(r'back|(?:click|answer) "[^"\n]+"|type "[^"\n]+" "[^"\n]+"')
+_WORD = r"[^\"\n`'(\u2018-\u201f\u00ab\u00bb\s:]"  # what an unquoted argument begins with
+_PLAIN = re.compile(
+    rf'(click|answer) (?!on |the |in )({_WORD}(?:[^"\n`]*[^"\n`.,;:)\s])?)'
+    rf'|(type) (?!in )({_WORD}[^"\n`:]*): ({_WORD}(?:[^"\n`]*[^"\n`.,;:)\s])?)'
+)
 _QUOTED = re.compile(
     r'\b(click|type|answer)\b[\s:(]*(?:(?:on|the|in|into|is)\s+)*"([^"\n]+)"(?:\s*[,:=]?\s*"([^"\n]+)")?\s*(#\d+)?',
     re.IGNORECASE,
@@ -275,11 +284,13 @@ class Action(NamedTuple):
     repaired: bool = False
 
     def __str__(self):
-        return " ".join([self.verb, *(f'"{a}"' for a in self.args)])
+        """The form without quotes: `click red lamp`, `type search: red lamp`, `answer $12.50`, `back`."""
+        return f"{self.verb} {': '.join(self.args)}".strip()
 
 
 def parse_action(text: str, fields: tuple[str, ...] = ()) -> Action:
-    """Reads `click "<label>"`, `type "<field>" "<text>"`, `back` or `answer "<text>"`.
+    """Reads `click "<label>"`, `type "<field>" "<text>"`, `back` or `answer "<text>"`, or the same without quotes:
+    `click <label>`, `type <field>: <text>`, `answer <text>`.
 
     Forgives (and reports as repaired) case, other or missing quotes, code fences, prose around the action, an `Action:`
     prefix, call style `click("x")` and `click "x" #2` for `click "x #2"`. The first action in the text counts.
@@ -290,6 +301,9 @@ def parse_action(text: str, fields: tuple[str, ...] = ()) -> Action:
     if not long and _STRICT.fullmatch(text) and text == clean(text):
         verb, *rest = text.split(" ", 1)
         return Action(verb, tuple(re.findall(r'"([^"]+)"', rest[0])) if rest else ())
+    if not long and text == clean(text) and (plain := _PLAIN.fullmatch(text)):
+        verb, *args = (part for part in plain.groups() if part)
+        return Action(verb, tuple(args))
     text = re.sub(r"^`{3,}[a-z]*\s*$|`{3,}", "", text, flags=re.MULTILINE | re.IGNORECASE)
     text = re.sub("[\u201c\u201d\u201e\u00ab\u00bb\u2018\u2019`\u00b4]|(?<!\\w)'|'(?!\\w)", '"', text)
     text = "\n".join(clean(line) for line in text.splitlines())
@@ -414,32 +428,67 @@ class Env:
 # Words of the shops. No word or label of one split appears in another: test shops speak differently, yet guessably.
 WORDS = {
     "train": {
-        "looks": "red, blue, green, small, round, soft, tall, heavy, plain, bright, striped, vintage",
-        "stuffs": "oak, maple, steel, cotton, glass, clay, wool, bamboo, leather, marble",
-        "nouns": "lamp, chair, mug, kettle, blanket, backpack, clock, mirror, pillow, candle, bottle, table, kite",
-        "users": "anna, ben, carla, david, emma, frank, grace, henry",
-        "passwords": "plum, kiwi, mango, peach, olive, lemon, melon",
-        "topics": "returns, warranty, gift cards, refunds, store hours, lost parcels, repairs, coupons",
-        "home": "home, home page, front page, start, shop front",
-        "next": "next page, more results, next, more products, page down",
+        "looks": (
+            "red, blue, green, small, round, soft, tall, heavy, plain, bright, striped, vintage, golden, "
+            "purple, orange, brown, short, thick, thin, rough, smooth, fancy, cheap, rustic, modernist, tiny, "
+            "giant, oval, matte, shiny, padded, hollow, sturdy, elegant, antique, sporty"
+        ),
+        "stuffs": (
+            "oak, maple, steel, cotton, glass, clay, wool, bamboo, leather, marble, birch, cedar, brass, "
+            "denim, nylon, plastic, granite, stone, straw, ceramic, chrome, fleece, canvas, ebony, jute, tin, "
+            "zinc, satin"
+        ),
+        "nouns": (
+            "lamp, chair, mug, kettle, blanket, backpack, clock, mirror, pillow, candle, bottle, table, kite, "
+            "basket, bucket, bench, hammer, guitar, camera, carpet, curtain, plate, spoon, fork, ring, "
+            "bracelet, necklace, jar, cabinet, suitcase, tent, drum, flute, puzzle, doll, robot, shirt, "
+            "sweater, glove, boot, belt, hat, pen, pencil, eraser, folder, calendar, magnet, lantern, "
+            "toaster, blender, oven, fan, heater, speaker, keyboard, monitor, cable, charger, bicycle, rope, "
+            "saw, screwdriver"
+        ),
+        "users": (
+            "anna, ben, carla, david, emma, frank, grace, henry, isabel, jack, karen, leo, nora, oscar, "
+            "paula, quentin, rachel, steve, tina, victor, walter, zoe, amir, bianca"
+        ),
+        "passwords": (
+            "plum, kiwi, mango, peach, olive, lemon, melon, cherry, grape, banana, apricot, papaya, coconut, "
+            "walnut tree, hazel, pepper, ginger, garlic, basil, mint, saffron, vanilla, cocoa, honey"
+        ),
+        "topics": (
+            "returns, warranty, gift cards, refunds, store hours, lost parcels, repairs, coupons, "
+            "shipping costs, order tracking, password reset, account deletion, student discount, "
+            "installation, batteries, allergies, pickup points, tax receipts, price match, exchange, "
+            "wrong item, late delivery, contact form, business accounts"
+        ),
+        "home": "home, home page, front page, start, shop front, welcome page, all departments, store home",
+        "next": "next page, more results, next, more products, page down, continue list, next items, see the rest",
         "previous": "previous page, earlier results, previous, go to page before, page up",
-        "search": "search, search box, product search, search here, find",
-        "help": "help center, help, help topics, get help, help and support",
-        "login": "log in, login, log in now, user login, sign on",
-        "submit": "submit, enter, send, ok, log me in",
-        "user": "user, username, your name, user id, login",
+        "search": (
+            "search, search box, product search, search here, find, look up, what are you looking for, search store"
+        ),
+        "help": "help center, help, help topics, get help, help and support, questions, faq, assistance",
+        "login": "log in, login, log in now, user login, sign on, enter account, log in to shop, members",
+        "submit": "submit, enter, send, ok, log me in, go, done, next step",
+        "user": "user, username, your name, user id, nickname, login id",
         "password": "password, secret word, pass word, enter password, secret",
         "account": "my account, account, account page, user account, my profile",
         "orders": "my orders, orders, all orders, order list, orders placed",
-        "cart": "cart, view cart, open cart, my cart, basket",
-        "add": "add to cart, put in cart, add this to cart, into the cart, add",
-        "save": "save for later, add to wishlist, save, keep in mind, wishlist",
-        "cookies": "accept cookies, allow cookies, accept, yes to cookies, allow all cookies",
-        "dead": "press, careers, imprint, blog",
-        "ghost": "deals, gift ideas, bargains, outlet",
-        "price": "price, cost, price tag, price info, what it costs",
-        "reviews": "reviews, ratings, user reviews, stars and reviews, rating",
-        "shipping": "shipping, delivery, shipping terms, shipping time, delivery info",
+        "cart": "cart, view cart, open cart, my cart, basket, shopping bag, bag, cart contents",
+        "add": "add to cart, put in cart, add this to cart, into the cart, add, buy, add to bag, order this",
+        "save": "save for later, add to wishlist, save, keep in mind, wishlist, like, compare, share",
+        "cookies": (
+            "accept cookies, allow cookies, accept, yes to cookies, allow all cookies, i agree, "
+            "fine with cookies, got it"
+        ),
+        "dead": "press, careers, imprint, blog, jobs, about us, team, news",
+        "ghost": "deals, gift ideas, bargains, outlet, clearance, top picks, best sellers, hot items",
+        "price": "price, cost, price tag, price info, what it costs, show price, prices, price of this",
+        "reviews": (
+            "reviews, ratings, user reviews, stars and reviews, rating, reviews by buyers, opinions, review scores"
+        ),
+        "shipping": (
+            "shipping, delivery, shipping terms, shipping time, delivery info, how it ships, delivery options, shipment"
+        ),
     },
     "val": {
         "looks": "yellow, narrow, curved, dotted, square, modern",
@@ -556,7 +605,7 @@ class WebNav(Env):
         Links: home | red maple lamp | small maple lamp | next page | previous page
         Buttons: accept cookies
         Inputs: search
-        Done: visited: home > click "lamps" > click "next page"
+        Done: visited: home > click lamps > click next page
         Error: no link or button "lamp" here
         Action:
     Actions:
@@ -564,6 +613,7 @@ class WebNav(Env):
         type "<field>" "<text>"   fills an input (a search box also submits)
         back                      the page before; illegal on the first page
         answer "<text>"           ends the episode
+        The same without quotes is as good: click <label>, type <field>: <text>, answer <text>. The expert writes these.
     Goals: price / reviews / shipping of a product (answered), a help topic or an order (opened), a product in the
     cart, the cheapest of a category (answered).
     Traps: near-duplicate names, ghost links (broken), dead ends (only `back`), a cookie banner that blocks every click
@@ -584,19 +634,19 @@ class WebNav(Env):
 
     # Difficulty: change here (or in a subclass) and measure again.
     KINDS: ClassVar[dict] = {  # shares of the goals
-        "price": 20, "reviews": 17, "shipping": 17, "help": 12, "order": 12, "cart": 14, "cheapest": 8,
+        "price": 20, "reviews": 18, "shipping": 18, "help": 14, "order": 10, "cart": 16, "cheapest": 4,
     }  # fmt: skip
-    COOKIES = 0.30  # probability of a cookie banner
+    COOKIES = 0.25  # probability of a cookie banner
     GHOST_HOME = 0.35  # probability of a broken link on the home page
-    GHOST_LIST = 0.25  # probability of a broken "<product> price" link in listings of the goal's product
+    GHOST_LIST = 0.15  # probability of a broken "<product> price" link in listings of the goal's product
     DEAD_END = 0.5  # probability of a dead-end page linked from home
-    PAIR = 0.15  # probability that product pages also sell the similar product (a second, equal button)
-    WAS_PRICE = 0.3  # probability of an old price beside the price
-    SEARCH = 0.5  # share of tasks where the expert searches instead of browsing
+    PAIR = 0.10  # probability that product pages also sell the similar product (a second, equal button)
+    WAS_PRICE = 0.15  # probability of an old price beside the price
+    SEARCH = 0.4  # share of product tasks whose home page does not link the category: the search box leads there
     CATEGORIES = 3
-    PRODUCTS = (3, 7)  # products in a category, least and most
+    PRODUCTS = (3, 6)  # products in a category, least and most
     CHEAPEST_PRODUCTS = (2, 3)  # the same for the category of a cheapest task
-    PER_PAGE = 3  # products on a listing page
+    PER_PAGE = 4  # products on a listing page
     TOPICS = 5  # help topics, 4 on a page
     ORDERS = 3
 
@@ -681,6 +731,8 @@ class WebNav(Env):
         if parts[0] == "":
             title, nav = w["home"], []
             items = [_a(f"{noun}s", f"/c/{noun}s?p=1") for noun in shop.nouns]
+            if shop.by_search and shop.kind in ("price", "reviews", "shipping", "cart"):
+                items[shop.products[shop.target]["noun"]] = ""  # the goal's category is not on this home page
             items += [_a(w["help"], "/help?p=1"), _a(w["cart"], "/cart")]
             items.append(_a(w["account"], "/account") if s["user"] else _a(w["login"], "/login"))
             items.append(_a(w["dead"], "/about") if w["dead"] else "")
@@ -893,7 +945,7 @@ class WebNav(Env):
     # ---- the expert --------------------------------------------------------------------------------------------------
 
     def _click(self, target: str) -> str | None:
-        return next((f'click "{e.label}"' for e in self.page.links + self.page.buttons if e.target == target), None)
+        return next((f"click {e.label}" for e in self.page.links + self.page.buttons if e.target == target), None)
 
     def expert(self) -> str:
         """The action of a scripted shopper who knows the shop; works from any state."""
@@ -908,7 +960,7 @@ class WebNav(Env):
             if s["url"] == "/login":
                 for name, text in (("user", shop.user), ("password", shop.password)):
                     if s["fields"].get(name) != text:
-                        return f'type "{shop.words[name]}" "{text}"'
+                        return f"type {shop.words[name]}: {text}"
                 return self._click("login")
             wanted = ["/login"]
         else:
@@ -925,14 +977,14 @@ class WebNav(Env):
         if shop.kind == "cheapest":
             unseen = [i for i in shop.shelf(0) if i not in s["viewed"]]
             if not unseen:
-                return f'answer "{shop.answer}"'
+                return f"answer {shop.answer}"
             here = [i for i in unseen if s["url"] == f"/p/{i}" or s["url"].startswith(f"/p/{i}/")]
             in_sight = [i for i in unseen if self._click(f"/p/{i}")]
             product, tab = (here or in_sight or unseen)[0], "price"
         else:
             product, tab = shop.target, shop.kind
         if s["url"] == f"/p/{product}/{tab}":
-            return f'answer "{shop.answer}"'
+            return f"answer {shop.answer}"
         if s["url"] == f"/p/{product}" or s["url"].startswith(f"/p/{product}/"):
             return self._click(f"add:{product}" if tab == "cart" else f"/p/{product}/{tab}")
         noun = shop.products[product]["noun"]
@@ -944,22 +996,22 @@ class WebNav(Env):
             return self._towards([f"/p/{product}", f"{shelf}{present}"])
         search = next((e.label for e in self.page.inputs if e.target == "search"), None)
         if shop.by_search and shop.kind != "cheapest" and search and not self._click(f"/p/{product}"):
-            return f'type "{search}" "{shop.products[product]["name"]}"'
+            return f"type {search}: {shop.products[product]['name']}"
         return self._towards([f"/p/{product}", f"{shelf}1"])
 
     def legal_actions(self) -> list[str]:
         """All clicks, `back` if possible, a few texts to type, and answers for the values in sight."""
         shop, page = self.shop, self.page
-        actions = [f'click "{e.label}"' for e in page.links + page.buttons]
+        actions = [f"click {e.label}" for e in page.links + page.buttons]
         for e in page.inputs:
             texts = [shop.products[shop.target % len(shop.products)]["name"], shop.nouns[-1]]
             if e.target in ("user", "password"):
                 texts = [shop.user, shop.password]
-            actions += [f'type "{e.label}" "{text}"' for text in texts]
+            actions += [f"type {e.label}: {text}" for text in texts]
         values = re.findall(r"\$\d+\.\d\d|\d\.\d stars|\d days \S+", page.text)
         if shop.kind == "cheapest":
             values = [shop.products[i]["name"] for i in self.state["viewed"]]
-        actions += [f'answer "{value}"' for value in dict.fromkeys(values)]
+        actions += [f"answer {value}" for value in dict.fromkeys(values)]
         return actions + (["back"] if self.state["stack"] else [])
 
     # ---- judging from the transcript -----------------------------------------------------------------------------
@@ -970,18 +1022,18 @@ class WebNav(Env):
             return []
         x = re.escape(found["x"])
         if kind == "help":
-            return [(r"\| /help\?", 0.4), (rf'Action: click "{x}"$', 0.6)]
+            return [(r"\| /help\?", 0.4), (rf'Action: click "?{x}"?$', 0.6)]
         if kind == "order":
             u, p = re.escape(found["u"]), re.escape(found["p"])
-            steps = [(r"\| /login", 0.1), (rf'type "[^"]+" "{u}"$', 0.2), (rf'type "[^"]+" "{p}"$', 0.2)]
-            return steps + [(r"\| /account", 0.2), (rf'Action: click "order {x}"$', 0.3)]
+            steps = [(r"\| /login", 0.1), (rf'type .*[ "]{u}"?$', 0.2), (rf'type .*[ "]{p}"?$', 0.2)]
+            return steps + [(r"\| /account", 0.2), (rf'Action: click "?order {x}"?$', 0.3)]
         if kind == "cart":
-            return [(rf"Page: {x} \|", 0.5), (rf'Page: {x} \|[\s\S]*Action: click "[^"]*(cart|basket)[^"#]*"$', 0.5)]
+            return [(rf"Page: {x} \|", 0.5), (rf'Page: {x} \|[\s\S]*Action: click "?[^"#]*(cart|basket)[^"#]*"?$', 0.5)]
         if kind == "cheapest":
             steps = [(rf"Page: [^|\n]*\b{x}\b[^|\n]* \| \S+/price\n", 0.3)]
-            return steps + [(rf"recently viewed: [^\n]*{x} \$[^\n]*{x} \$", 0.3), (rf'answer "[^"]*{x}"$', 0.4)]
+            return steps + [(rf"recently viewed: [^\n]*{x} \$[^\n]*{x} \$", 0.3), (rf'answer "?[^"]*{x}"?$', 0.4)]
         tab = rf"Page: {x} \| \S+/{kind}\n"
-        return [(rf"Page: {x} \|", 0.35), (tab, 0.35), (rf'{tab}[\s\S]*Action: answer "[^"]+"$', 0.3)]
+        return [(rf"Page: {x} \|", 0.35), (tab, 0.35), (rf"{tab}[\s\S]*Action: answer .+$", 0.3)]
 
 
 def _a(label: str, href: str) -> str:

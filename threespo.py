@@ -15,14 +15,15 @@ Stages: warmup (clone a few demonstrations) -> score (fit S on the warmed policy
 collect, update score, recompute V and A of the whole replay ring, update policy). --algo ppo is the same file without
 score pre-training and replay; --algo bc stops after the warm-up.
 Differs from the article: S reads the last token (its sketch reads token 0, which in a causal model has seen nothing);
-GAE, replay of whole iterations and PPO-clip are on from the start; episodes are collected in lockstep, not asynchronously.
+GAE, replay of whole iterations and PPO-clip are on from the start; episodes are collected in lockstep, not async.
 
     python threespo.py --env webnav          # @TIME@
 
-Environment protocol (swap the one import to use your own): env.reset(seed=task) -> obs, info; env.step(text) -> obs, reward,
-terminated, truncated, info; obs is the prompt; info["success"], info["valid"], info["cut"] are bools; env.expert() gives a
-demonstration's action text; env.legal_actions() some legal action texts; env.return_bounds (lo, hi); env.max_action_tokens.
-Shapes: B steps of a batch, T padded tokens, D hidden size, n action tokens of a step, N all action tokens, V vocabulary, K atoms.
+Environment protocol (swap the one import to use your own): env.reset(seed=task) -> obs, info; env.step(text) -> obs,
+reward, terminated, truncated, info; obs is the prompt; info["success"], info["valid"], info["cut"] are bools;
+env.expert() gives a demonstration's action text; env.legal_actions() some legal action texts; env.return_bounds is
+(lo, hi); env.max_action_tokens. Shapes: B steps of a batch, T padded tokens, D hidden size, n action tokens of a step,
+N all action tokens, V vocabulary, K atoms.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Args:
     eval_only: str = ""  # evaluate the best checkpoint of this run folder on the test tasks and stop
     algo: Literal["3spo", "ppo", "bc"] = "3spo"  # ppo: no score pre-training, no replay; bc: stop after the warm-up
     preset: Literal["default", "quick"] = "default"  # quick: every stage within 5 minutes, to see the machinery
-    total_env_steps: int = 2400  # environment steps of the stages score and 3spo together
+    total_env_steps: int = 2000  # environment steps of the stages score and 3spo together
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks
     eval_episodes: int = 100  # held-out test tasks after each stage
@@ -68,14 +69,14 @@ class Args:
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # optional tracker beside metrics.jsonl
     overwrite: bool = False  # replace an existing run folder
-    micro_tokens: int = 2048  # padded tokens a forward pass (memory; does not change the result)
-    demos: int = 50  # expert episodes cloned in the warm-up (4.2 A)
-    warmup_epochs: int = 4  # passes over the demonstrations
-    warmup_lr: float = 6e-4  # learning rate of cloning (its own cosine)
-    warmup_minibatch: int = 8  # steps a cloning update (small: the number of updates matters more than their noise)
-    score_episodes: int = 48  # episodes of the warmed policy that pre-train the score (4.2 B)
-    random_episodes: int = 16  # episodes of random legal actions beside them
-    score_epochs: int = 4  # most passes of score pre-training; stops early on held-out error
+    micro_tokens: int = 1536  # padded tokens a forward pass (memory; does not change the result)
+    demos: int = 100  # expert episodes cloned in the warm-up (4.2 A)
+    warmup_epochs: int = 3  # passes over the demonstrations
+    warmup_lr: float = 8e-4  # learning rate of cloning (its own cosine)
+    warmup_minibatch: int = 12  # steps a cloning update (small: the number of updates matters more than their noise)
+    score_episodes: int = 40  # episodes of the warmed policy that pre-train the score (4.2 B)
+    random_episodes: int = 10  # episodes of random legal actions beside them
+    score_epochs: int = 3  # most passes of score pre-training; stops early on held-out error
     score_lr: float = 3e-4  # learning rate of the score adapter and head (4.3)
     scorer: Literal["model", "prompt"] = "model"  # prompt: zero-shot rating by the base model, for comparison (3.2)
     score_loss: Literal["mse", "hlgauss"] = "mse"  # squared error of the mean, or histogram cross-entropy
@@ -100,31 +101,36 @@ class Args:
 
 
 TUNED = {  # defaults that depend on another flag; a flag given by hand always wins
-    ("preset", "quick"): dict(total_env_steps=330, demos=24, warmup_epochs=2, score_episodes=16, random_episodes=8, score_epochs=2,
-                              episodes_per_iter=16, num_envs=24, val_episodes=8, eval_episodes=24),
-    ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", warmup_lr=3e-3, score_lr=2e-3, policy_lr=1e-3),
-    ("env", "gridworld"): dict(demos=300, warmup_epochs=6, total_env_steps=6000, score_episodes=200, random_episodes=100,
-                               episodes_per_iter=80, num_envs=80, minibatch=64),
+    ("preset", "quick"): dict(total_env_steps=330, demos=24, warmup_epochs=2, score_episodes=16, random_episodes=8,
+                              score_epochs=2, episodes_per_iter=16, num_envs=24, val_episodes=8, eval_episodes=24),
+    ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", warmup_lr=3e-3, score_lr=2e-3,
+                            policy_lr=1e-3),
+    ("env", "gridworld"): dict(demos=300, warmup_epochs=6, total_env_steps=6000, score_episodes=200,
+                               random_episodes=100, episodes_per_iter=80, num_envs=80, minibatch=64),
     ("algo", "ppo"): dict(replay_iters=1, score_episodes=0, random_episodes=0, score_epochs=0),
 }  # fmt: skip
 
 
 def check_args(args):
     """Reject values no run can use, in one line each (UserError, exit code 2)."""
-    for name, low, high in (
-        ("total_env_steps", 1, math.inf), ("num_envs", 1, 4096), ("eval_every", 1, math.inf), ("eval_episodes", 1, math.inf),
-        ("val_episodes", 1, math.inf), ("lora_rank", 1, 1024), ("demos", 1, math.inf), ("warmup_epochs", 1, math.inf),
-        ("episodes_per_iter", 1, math.inf), ("minibatch", 1, math.inf), ("replay_iters", 1, 1000), ("gamma", 0, 1),
-        ("gae_lambda", 0, 1), ("temperature", 1e-3, 10), ("clip_eps", 1e-6, 1), ("adv_clip", 1e-6, math.inf), ("target_kl", 0, math.inf),
-        ("policy_lr", 0, 1), ("score_lr", 0, 1), ("warmup_lr", 0, 1), ("priority_alpha", 0, 1), ("priority_beta", 0, 1),
-        ("micro_tokens", 16, math.inf), ("score_episodes", 0, math.inf), ("random_episodes", 0, math.inf), ("score_epochs", 0, math.inf),
+    for low, high, names in (
+        (1, math.inf, "total_env_steps eval_every eval_episodes val_episodes demos warmup_epochs episodes_per_iter"),
+        (1, math.inf, "minibatch"), (16, math.inf, "micro_tokens"), (1e-6, math.inf, "adv_clip"),
+        (0, math.inf, "target_kl score_episodes random_episodes score_epochs"), (1e-3, 10, "temperature"),
+        (0, 1, "gamma gae_lambda policy_lr score_lr warmup_lr priority_alpha priority_beta"), (1e-6, 1, "clip_eps"),
+        (1, 4096, "num_envs"), (1, 1024, "lora_rank"), (1, 1000, "replay_iters"),
     ):  # fmt: skip
-        value = getattr(args, name)
-        if not low <= value <= high:
-            raise UserError(f"--{name} {value}: expected {low} to {high}")
+        for name in names.split():
+            if not low <= getattr(args, name) <= high:
+                raise UserError(f"--{name} {getattr(args, name)}: expected {low} to {high}")
 
 
-# ------------------------------------------------------------------------------------------------- the idea: the score
+# -------------------------------------------------------------------------------------------------- the idea: the score
+def last_hidden(lm: LM, trunks) -> torch.Tensor:
+    """Final hidden state at the last real token of each of B sequences, trunks (T_i, D) -> (B, D)."""
+    hidden = lm.top(trunks)  # (B, T, D)
+    last = torch.tensor([len(h) - 1 for h in trunks], device=hidden.device)  # (B,)
+    return hidden[torch.arange(len(trunks), device=hidden.device), last].contiguous()
 
 
 class ScoreModel:
@@ -157,10 +163,7 @@ class ScoreModel:
 
         trunks: B tensors (T_i, D) of the states alone, without action tokens. Returns (B, K).
         """
-        hidden = self.lm.top(trunks)  # (B, T, D)
-        last = torch.tensor([len(h) - 1 for h in trunks], device=hidden.device)  # (B,) last attended position
-        features = hidden[torch.arange(len(trunks), device=hidden.device), last].float()  # (B, D)
-        return self.head(features).log_softmax(-1)  # (B, K)
+        return self.head(last_hidden(self.lm, trunks).float()).log_softmax(-1)  # (B, K)
 
     @torch.no_grad()
     def score(self, trunks) -> np.ndarray:
@@ -173,7 +176,7 @@ class ScoreModel:
         return out
 
     def loss(self, log_probs, targets, weights) -> torch.Tensor:
-        """Equation (3), summed over the batch: squared error of the mean (or histogram cross-entropy) and the entropy term.
+        """Equation (3), summed over the batch: squared error of the mean (or histogram cross-entropy) and entropy term.
 
         log_probs (B, K), targets Ĝ (B,), weights w (B,) importance weights of prioritised replay.
         """
@@ -192,12 +195,13 @@ class ScoreModel:
     def update(self, steps, weights, progress) -> float:
         """One optimiser step on a minibatch of steps with targets in `step.ret`; returns the mean loss."""
         weights = torch.as_tensor(weights, dtype=torch.float32, device=self.lm.device)
-        targets = torch.tensor([float(self.to_score(np.float64(s.ret))) for s in steps], device=self.lm.device)
+        targets = self.to_score(np.array([s.ret for s in steps]))  # (B,)
+        targets = torch.as_tensor(targets, dtype=torch.float32, device=self.lm.device)
         total = 0.0
         with self.lm.adapter("score"):
             for rows in token_batches([len(s.state) for s in steps], self.args.micro_tokens):
                 log_probs = self.distribution([steps[i].state_trunk for i in rows])
-                loss = self.loss(log_probs, targets[rows], weights[rows]) / len(steps)  # mean over the minibatch's steps
+                loss = self.loss(log_probs, targets[rows], weights[rows]) / len(steps)  # mean over the minibatch
                 loss.backward()
                 total += loss.detach()
             self.optimizer.step(progress)
@@ -205,7 +209,7 @@ class ScoreModel:
 
 
 class PromptScorer:
-    """The article's zero-shot alternative (3.2, plan 2): the base model rates the state 0-9, expectation over the digits."""
+    """The article's zero-shot alternative (3.2, plan 2): the base model rates the state 0-9, mean over the digits."""
 
     QUESTION = "\nHow close is this state to reaching the goal? Rating from 0 (hopeless) to 9 (reached):"
 
@@ -219,14 +223,14 @@ class PromptScorer:
     @torch.no_grad()
     def score_ids(self, states: list[list[int]]) -> np.ndarray:
         """One forward pass with the adapters off; nothing is generated, nothing parsed -> (B,)."""
-        suffix = self.lm.encode(self.QUESTION + " ")[:-1] if len(self.lm.encode(" 1")) > 1 else self.lm.encode(self.QUESTION)
+        suffix = self.lm.encode(self.QUESTION)
+        if len(self.lm.encode(" 1")) > 1:  # the space is a token of its own: it stands before the digit
+            suffix = self.lm.encode(self.QUESTION + " ")[:-1]
         trunks = self.lm.trunk([s + suffix for s in states], self.args.micro_tokens)
         out = np.zeros(len(states))
         with self.lm.adapter(None):
             for rows in token_batches([len(h) for h in trunks], self.args.micro_tokens):
-                hidden = self.lm.top([trunks[i] for i in rows])  # (b, T, D)
-                last = torch.tensor([len(trunks[i]) - 1 for i in rows], device=hidden.device)
-                features = hidden[torch.arange(len(rows), device=hidden.device), last].contiguous()  # (b, D)
+                features = last_hidden(self.lm, [trunks[i] for i in rows])  # (b, D)
                 probs = self.lm.head(features).float()[:, self.digits].softmax(-1)  # (b, 10)
                 rating = probs @ torch.arange(10.0, device=probs.device)  # (b,) 0..9
                 out[rows] = (rating / 4.5 - 1).cpu().numpy()
@@ -262,17 +266,16 @@ def spearman(a, b) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------ token log-probs
-
-
 def token_logprobs(lm: LM, steps, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of every action token under the active adapter: two (N,) tensors, step after step.
 
-    The logits at position T_i - 1 + j predict action token j of step i (T_i state tokens); only those positions go through
-    the output matrix, gathered to a contiguous (N, D) first. Log-probs are taken at the sampling temperature.
+    The logits at position T_i - 1 + j predict action token j of step i (T_i state tokens); only those positions go
+    through the output matrix, gathered to a contiguous (N, D) first. Log-probs are at the sampling temperature.
     """
     hidden = lm.top([s.trunk for s in steps])  # (B, T, D)
     rows = torch.tensor([i for i, s in enumerate(steps) for _ in s.action], device=hidden.device)  # (N,)
-    cols = torch.tensor([len(s.state) - 1 + j for s in steps for j in range(len(s.action))], device=hidden.device)  # (N,)
+    places = [len(s.state) - 1 + j for s in steps for j in range(len(s.action))]
+    cols = torch.tensor(places, device=hidden.device)  # (N,)
     actions = torch.tensor([a for s in steps for a in s.action], device=hidden.device)  # (N,)
     logits = lm.head(hidden[rows, cols].contiguous()).float() / temperature  # (N, V)
     log_probs = logits.log_softmax(-1)  # (N, V)
@@ -291,9 +294,7 @@ def fill_logprobs(lm: LM, steps, adapter: str, name: str, args):
                 setattr(step, name, values)
 
 
-# ------------------------------------------------------------------------------------------------ steps, ring, rollout
-
-
+# ------------------------------------------------------------------------------------------------- steps, ring, rollout
 @dataclass
 class Step:
     """One decision. Ids are the sampled ones, never re-encoded text; each quantity has a field of its own."""
@@ -352,15 +353,16 @@ class Replay:
         return [steps[i] for i in chosen], weights / weights.max()
 
 
-def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, policy="policy", trace=False, stop=None, bar=None):
+def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, policy="policy", trace=False, stop=None,
+            bar=None):  # fmt: skip
     """Play one episode of each task in lockstep batches of `num_envs` -> (episodes, statistics, traces).
 
-    episodes: lists of Step in task order; an episode whose environment raised is dropped and counted (10 in a row stop the
-    run). policy "random": uniformly random legal actions. `trace` keeps the texts for the evaluation log.
+    episodes: lists of Step in task order; one whose environment raised is dropped and counted (10 in a row: UserError).
+    policy "random": uniformly random legal actions. `trace` keeps the texts for the evaluation log.
     """
     queue, running, finished, stats = list(tasks)[::-1], [], {}, Counter()
-    generator, rng = torch_rng_for(lm.device, "rollout", *key), rng_for("random actions", *key)
-    free, errors, memo = [], 0, {}
+    free, memo, errors = [], {}, 0
+    noise, rng = torch_rng_for(lm.device, "rollout", *key), rng_for("random actions", *key)
     while queue or running:
         while queue and len(running) < args.num_envs:
             task, env = queue.pop(), free.pop() if free else make_env(args.env, seed=args.seed, split=split)
@@ -368,35 +370,30 @@ def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, poli
             running.append(dict(task=task, env=env, obs=obs, info=info, steps=[], texts=[]))
         room = running[0]["env"].max_action_tokens
         prompts = [lm.encode_prompt(r["obs"], room) for r in running]
-        if policy == "random":
-            texts = [r["env"].legal_actions()[rng.integers(len(r["env"].legal_actions()))] for r in running]
-            outs = demonstrated(lm, [p for p, _ in prompts], texts)
-        else:
-            with lm.adapter(policy):
-                ids = [p for p, _ in prompts]
-                outs = lm.generate(ids, room, temperature, generator) if temperature else lm.generate_greedy(ids, room, memo)
+        outs = act(lm, running, [ids for ids, _ in prompts], policy, temperature, noise, rng, memo)
         still = []
         for r, (prompt, cut), out in zip(running, prompts, outs, strict=True):
-            text = lm.decode(out["ids"]).strip()
-            before = r["obs"]
+            text, before = lm.decode(out["ids"]).strip(), r["obs"]
             try:
                 r["obs"], reward, terminated, truncated, r["info"] = r["env"].step(text)
                 if not math.isfinite(reward):
                     raise ValueError(f"reward is {reward}")
                 errors = 0
             except Exception as error:  # whatever a user's environment raises: drop the episode, keep the run
-                stats["env_errors"] += 1
-                errors += 1
-                print(f"\nwarning: {args.env} task {r['task']}: {type(error).__name__}: {error}; episode dropped", file=sys.stderr)
+                stats["env_errors"], errors = stats["env_errors"] + 1, errors + 1
+                cause = f"{type(error).__name__}: {error}"
+                print(f"\nwarning: {args.env} task {r['task']}: {cause}; episode dropped", file=sys.stderr)
                 if errors >= 10:
-                    raise UserError(f"10 environment errors in a row in {args.env}, the last: {type(error).__name__}: {error}") from error
+                    raise UserError(f"10 environment errors in a row in {args.env}, the last: {cause}") from error
                 continue
-            step = Step(prompt, out["trunk"], out["ids"], float(reward), bool(terminated), bool(truncated and not terminated), version)
+            ended, cut_off = bool(terminated), bool(truncated and not terminated)
+            step = Step(prompt, out["trunk"], out["ids"], float(reward), ended, cut_off, version)
             step.sampler_logp = torch.tensor(out["logps"])
             r["steps"].append(step)
-            stats.update(steps=1, invalid=not r["info"]["valid"], cut=cut or r["info"].get("cut", False), unfinished=out["finish"] != "eos")
+            valid, cut = bool(r["info"]["valid"]), cut or r["info"].get("cut", False)
+            stats.update(steps=1, invalid=not valid, cut=cut, unfinished=out["finish"] != "eos")
             if trace:
-                r["texts"].append(dict(state=before, action=text, reward=float(reward), valid=bool(r["info"]["valid"])))
+                r["texts"].append(dict(state=before, action=text, reward=float(reward), valid=valid))
             if not step.done:
                 still.append(r)
                 continue
@@ -412,8 +409,21 @@ def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, poli
         if stop:
             break
     done = [finished[t] for t in tasks if t in finished]
-    traces = [dict(task=r["task"], success=bool(r["info"]["success"]), kind=r["info"].get("task", ""), steps=r["texts"]) for r in done]
+    traces = [dict(task=r["task"], success=bool(r["info"]["success"]), kind=r["info"].get("task", ""), steps=r["texts"])
+              for r in done]  # fmt: skip
     return [r["steps"] for r in done], stats, traces
+
+
+def act(lm: LM, running, ids, policy, temperature, noise, rng, memo) -> list[dict]:
+    """Actions of the running episodes, as `generate` returns them: the policy's, or uniformly random legal ones."""
+    if policy == "random":
+        legal = [r["env"].legal_actions() for r in running]
+        return demonstrated(lm, ids, [a[rng.integers(len(a))] for a in legal])
+    room = running[0]["env"].max_action_tokens
+    with lm.adapter(policy):
+        if temperature:
+            return lm.generate(ids, room, temperature, noise)
+        return lm.generate_greedy(ids, room, memo)
 
 
 def demonstrated(lm: LM, prompts, texts):
@@ -438,14 +448,12 @@ def demonstrations(lm: LM, args) -> list[Step]:
     return [Step(s, o["trunk"], o["ids"]) for s, o in zip(states, demonstrated(lm, states, texts), strict=True)]
 
 
-# ------------------------------------------------------------------------------------------------- advantages and loss
-
-
+# -------------------------------------------------------------------------------------------------- advantages and loss
 def compute_gae(rewards, values, terminated, truncated, final_values, gamma: float, lam: float):
     """δ_t and A_t of equation (4) for a run of whole episodes laid end to end: two float arrays (S,).
 
-    Termination cuts the bootstrap, truncation bootstraps from the value of the state the episode was cut in; neither lets
-    anything pass to the next episode. values (S,) V(s_t); final_values (S,) V of the final state, read where truncated.
+    Termination cuts the bootstrap, truncation bootstraps from the value of the state the episode was cut in; neither
+    lets anything pass to the next episode. values (S,) V(s_t); final_values (S,) V of the final state where truncated.
     """
     deltas, advantages = np.zeros(len(rewards)), np.zeros(len(rewards))
     running = 0.0
@@ -457,8 +465,7 @@ def compute_gae(rewards, values, terminated, truncated, final_values, gamma: flo
         else:
             following = values[t + 1]
         deltas[t] = rewards[t] + gamma * following - values[t]
-        running = deltas[t] + gamma * lam * running
-        advantages[t] = running
+        advantages[t] = running = deltas[t] + gamma * lam * running
     return deltas, advantages
 
 
@@ -471,6 +478,23 @@ def fill_returns(steps: list[Step], gamma: float):
         following = step.ret = step.reward + gamma * following
 
 
+def fill_advantages(steps: list[Step], args) -> np.ndarray:
+    """Write G, δ and the normalised A into whole episodes laid end to end; returns the raw advantages (S,).
+
+    Steps the policy did not sample (random actions, version -1) get no part in the normalisation: no update uses them.
+    """
+    fill_returns(steps, args.gamma)
+    names = "reward", "value", "terminated", "truncated", "final_value"
+    columns = [np.array([getattr(s, k) for s in steps]) for k in names]
+    deltas, advantages = compute_gae(*columns, args.gamma, args.gae_lambda)
+    own = np.array([s.version >= 0 for s in steps])
+    scaled = np.zeros_like(advantages)
+    scaled[own] = normalise(advantages[own], args.adv_clip)
+    for step, delta, advantage in zip(steps, deltas, scaled, strict=True):
+        step.delta, step.advantage = float(delta), float(advantage)
+    return advantages[own]
+
+
 def normalise(advantages: np.ndarray, clip: float) -> np.ndarray:
     """Zero mean, unit variance over the batch (zero variance gives zeros), then clipped to ±clip (article 4.3)."""
     std = advantages.std()
@@ -480,8 +504,8 @@ def normalise(advantages: np.ndarray, clip: float) -> np.ndarray:
 def ppo_loss(logp, old_logp, ref_logp, entropy, advantages, weights, args):
     """Equation (5), summed over the N action tokens given; the caller divides by the minibatch's token count.
 
-    All arguments (N,): advantages and weights are those of the token's step. Returns (loss, sums): the sums are detached
-    diagnostics. k3(π || π_ref) = e^d - d - 1 with d = log π_ref - log π is never negative.
+    All arguments (N,): advantages and weights are those of the token's step. Returns (loss, sums): the sums are
+    detached diagnostics. k3(π || π_ref) = e^d - d - 1 with d = log π_ref - log π is never negative.
     """
     ratio = (logp - old_logp).exp()
     pg_loss = -torch.min(ratio * advantages, ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages)
@@ -497,9 +521,9 @@ def ppo_loss(logp, old_logp, ref_logp, entropy, advantages, weights, args):
 def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, args, progress: float, stop) -> dict:
     """Policy epochs over prioritised minibatches of the ring; returns logged means over minibatches.
 
-    approx_kl = mean over the fresh steps' tokens of (ρ - 1) - log ρ, an estimate of KL(π_old || π) under samples of π_old
-    (replayed steps come from older policies and would count those updates again). Above `target_kl` the accumulated
-    gradient is dropped and the epoch ends: the step is not taken.
+    approx_kl = mean over the fresh steps' tokens of (ρ - 1) - log ρ, an estimate of KL(π_old || π) under samples of
+    π_old (replayed steps come from older policies and would count those updates again). Above `target_kl` the
+    accumulated gradient is dropped and the epoch ends: the step is not taken.
     """
     steps = [s for s in replay.steps if s.version >= 0]
     fresh = sum(s.version == version for s in steps)
@@ -517,10 +541,10 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
                 counts = torch.tensor([len(s.action) for s in part])
                 spread = lambda x: torch.tensor(x, dtype=torch.float32).repeat_interleave(counts).to(lm.device)  # noqa: E731, B023  (B,) -> (N,)
                 logp, entropy = token_logprobs(lm, part, args.temperature)
-                old = torch.cat([s.logp for s in part]).to(lm.device)
-                ref = torch.cat([s.ref_logp for s in part]).to(lm.device)
-                loss, part_sums = ppo_loss(logp, old, ref, entropy, spread([s.advantage for s in part]), spread([float(w[i]) for i in rows]), args)
-                (loss / tokens).backward()  # mean over the action tokens of the whole minibatch, whatever its micro-batches
+                old, ref = (torch.cat([getattr(s, k) for s in part]).to(lm.device) for k in ("logp", "ref_logp"))
+                advantages, importance = spread([s.advantage for s in part]), spread([float(w[i]) for i in rows])
+                loss, part_sums = ppo_loss(logp, old, ref, entropy, advantages, importance, args)
+                (loss / tokens).backward()  # mean over the tokens of the whole minibatch, whatever its micro-batches
                 sums.update({k: float(v) for k, v in part_sums.items()})
                 with torch.no_grad():
                     now = spread([float(s.version == version) for s in part])
@@ -530,7 +554,8 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
                     kl_tokens += int(now.sum())
                 useful += sum(len(s.trunk) for s in part)
                 padded += len(part) * max(len(s.trunk) for s in part)
-        row = {k: v / tokens for k, v in sums.items()} | {"approx_kl": kl / max(kl_tokens, 1), "ratio_dev": dev / max(kl_tokens, 1)}
+        row = {k: v / tokens for k, v in sums.items()}
+        row |= dict(approx_kl=kl / max(kl_tokens, 1), ratio_dev=dev / max(kl_tokens, 1))
         logs.append(row)
         if row["approx_kl"] > args.target_kl:
             optimizer.zero_grad()
@@ -538,22 +563,20 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
         row["grad_norm"] = optimizer.step(progress) or 0.0
         if stop:
             break
-    mean = {f"policy/{k}": float(np.mean([r[k] for r in logs])) for k in ("pg_loss", "approx_kl", "ref_kl", "entropy", "clip_frac")}
-    mean["policy/grad_norm"] = float(np.mean([r["grad_norm"] for r in logs if "grad_norm" in r] or [0.0]))
-    mean["policy/first_ratio_dev"] = logs[0]["ratio_dev"]
-    seconds = time.perf_counter() - start
-    return {**mean, "policy/minibatches": len(logs), "policy/stopped": int(logs[-1]["approx_kl"] > args.target_kl), "policy/old_frac": 1 - fresh / len(steps),
+    seconds, names = time.perf_counter() - start, ("pg_loss", "approx_kl", "ref_kl", "entropy", "clip_frac")
+    return {**{f"policy/{k}": float(np.mean([r[k] for r in logs])) for k in names},
+            "policy/grad_norm": float(np.mean([r["grad_norm"] for r in logs if "grad_norm" in r] or [0.0])),
+            "policy/first_ratio_dev": logs[0]["ratio_dev"], "policy/minibatches": len(logs),
+            "policy/stopped": int(logs[-1]["approx_kl"] > args.target_kl), "policy/old_frac": 1 - fresh / len(steps),
             "perf/update_tokens_per_s": useful / seconds, "perf/padded_tokens_per_s": padded / seconds}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------ evaluator
-
-
 def evaluate(lm: LM, args, split: str, episodes: int, scorer=None) -> tuple[dict, list[dict]]:
     """Greedy success on `episodes` fixed tasks of a split; uses no random stream, so training does not notice it.
 
-    Returns (success, ci95, mean_steps over all, ep_len over successes, mean_return, invalid_rate, episodes) and the traces,
-    with S(s_t), V(s_t) and the return G_t at each step when a scorer is given.
+    Returns (success, ci95, mean_steps over all, ep_len over successes, mean_return, invalid_rate, episodes) and the
+    traces, with S(s_t), V(s_t) and the return G_t at each step when a scorer is given.
     """
     runs, stats, traces = rollout(lm, args, split, range(episodes), temperature=0.0, trace=True)
     lengths = [len(steps) for steps in runs]
@@ -569,30 +592,33 @@ def evaluate(lm: LM, args, split: str, episodes: int, scorer=None) -> tuple[dict
         fill_returns(steps, args.gamma)
         for run, trace in zip(runs, traces, strict=True):
             for step, row in zip(run, trace["steps"], strict=True):
-                row.update(score=float(scorer.to_score(np.float64(step.value))), value=step.value)
-                row["return"] = step.ret
+                score = float(scorer.to_score(np.float64(step.value)))
+                row |= {"score": score, "value": step.value, "return": step.ret}
     return result, traces
 
 
 def case_study(traces, count: int = 2) -> list[str]:
     """Markdown for a few successes and failures: state, action, S, δS, marked at jumps and traps (article 5.3)."""
     lines = []
+    scored = [t for t in traces if "score" in (t["steps"] or [{}])[0]]
     for wanted in (True, False):
-        for trace in [t for t in traces if t["success"] == wanted and "score" in (t["steps"] or [{}])[0]][:count]:
+        for trace in [t for t in scored if t["success"] == wanted][:count]:
             steps = trace["steps"]
             lines += [f"\n**{'Success' if wanted else 'Failure'}** on test task {trace['task']}:", ""]
             lines += ["| t | state | action | reward | S(s) | change | |", "|---|---|---|---|---|---|---|"]
             for t, row in enumerate(steps):
-                change = steps[t + 1]["score"] - row["score"] if t + 1 < len(steps) else None
-                mark = "" if change is None else "jump" if change > 0.2 else "trap" if change < -0.2 else ""
-                shown = "" if change is None else f"{change:+.2f}"
-                cells = (t, common.md(row["state"], 220), common.md(row["action"], 80), f"{row['reward']:+.2f}", f"{row['score']:+.2f}", shown, mark)
-                lines.append("| " + " | ".join(str(c) for c in cells) + " |")
+                shown, mark = "", ""
+                if t + 1 < len(steps):
+                    change = steps[t + 1]["score"] - row["score"]
+                    shown, mark = f"{change:+.2f}", "jump" if change > 0.2 else "trap" if change < -0.2 else ""
+                state, action = common.md(row["state"], 220), common.md(row["action"], 80)
+                numbers = f"{row['reward']:+.2f} | {row['score']:+.2f}"
+                lines.append(f"| {t} | {state} | {action} | {numbers} | {shown} | {mark} |")
     return lines
 
 
 def heat_maps(lm: LM, args, scorer, grids: int = 12) -> list[dict]:
-    """Gridworld only: S over the cells of unseen grids beside the true distance, and their rank correlation (article 5.3)."""
+    """Gridworld only: S over cells of unseen grids beside the true distance, and their rank correlation (5.3)."""
     maps = []
     for task in range(grids):
         env = make_env(args.env, seed=args.seed, split="test")
@@ -600,14 +626,13 @@ def heat_maps(lm: LM, args, scorer, grids: int = 12) -> list[dict]:
         cells = env.cells()
         states = [lm.encode(text) for _, _, text, _ in cells]
         scores = score_states(scorer, [Step(s, h) for s, h in zip(states, lm.trunk(states), strict=True)])
-        maps.append(dict(size=getattr(env, "size", 5), rank_corr=spearman(scores, [-c[3] for c in cells]),
-                         cells=[[r, c, float(s), d] for (r, c, _, d), s in zip(cells, scores, strict=True)]))  # fmt: skip
+        rows = [[r, c, float(s), d] for (r, c, _, d), s in zip(cells, scores, strict=True)]
+        rank = spearman(scores, [-c[3] for c in cells])
+        maps.append(dict(size=getattr(env, "size", 5), rank_corr=rank, cells=rows))
     return maps
 
 
-# ----------------------------------------------------------------------------------------------------------- checkpoints
-
-
+# ---------------------------------------------------------------------------------------------------------- checkpoints
 def pack_steps(steps: list[Step]) -> tuple[dict, list]:
     """The ring as a few flat tensors and a JSON list; `unpack_steps` is its inverse, bit for bit."""
     tensors, rows = {}, []
@@ -669,10 +694,10 @@ class Learner:
         self.run.log({"env_steps": self.p.env_steps, "iter": self.p.iteration, "stage": self.p.stage, **row})
 
     def save(self, name: str = "last"):
-        """Write checkpoints/<name>: both optimisers with fp32 masters, the reference, log sizes, and in `last` the ring."""
+        """Write checkpoints/<name>: both optimisers with fp32 masters, the reference, log sizes; in `last` the ring."""
         self.p.wall_s, self.started = self.p.wall_s + time.time() - self.started, time.time()
-        tensors, numbers = self.policy.state("policy")
-        numbers = {"policy": numbers}
+        tensors, own = self.policy.state("policy")
+        numbers = {"policy": own}
         if self.scorer.optimizer:
             score_tensors, numbers["score"] = self.scorer.optimizer.state("score")
             tensors |= score_tensors
@@ -685,7 +710,7 @@ class Learner:
         common.save_checkpoint(self.run.folder / "checkpoints" / name, tensors, state)
 
     def restore(self, name: str = "last", weights_only: bool = False):
-        """Load checkpoints/<name>; `weights_only` keeps the ring, the counters and the logs as they are (rollback, test)."""
+        """Load checkpoints/<name>; `weights_only` keeps ring, counters and logs as they are (rollback, test)."""
         tensors, state = common.load_checkpoint(self.run.folder / "checkpoints" / name)
         self.policy.load("policy", tensors, state["numbers"]["policy"])
         if self.scorer.optimizer:
@@ -702,8 +727,6 @@ class Learner:
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
-
-
 def clone_epoch(lm: LM, optimizer: Optimizer, demos: list[Step], epoch: int, args, stop) -> float:
     """One pass of behaviour cloning: mean negative log-likelihood of the demonstrated action tokens (article 4.2 A)."""
     order, losses = rng_for(args.seed, "warmup", epoch).permutation(len(demos)), []
@@ -737,8 +760,7 @@ def fit_score(scorer, steps: list[Step], epoch: int, args, stop) -> float:
 
 def score_error(scorer, steps, constant: float) -> tuple[float, float]:
     """(MSE of the stored values, MSE of the constant predictor) against G, both on the [-1, 1] scale of S."""
-    targets = np.array([scorer.to_score(np.float64(s.ret)) for s in steps])
-    predicted = np.array([scorer.to_score(np.float64(s.value)) for s in steps])
+    targets, predicted = (scorer.to_score(np.array([getattr(s, k) for s in steps])) for k in ("ret", "value"))
     return float(np.mean((predicted - targets) ** 2)), float(np.mean((constant - targets) ** 2))
 
 
@@ -747,15 +769,17 @@ def test(L: Learner, stage: str):
     result, traces = evaluate(L.lm, L.args, "test", L.args.eval_episodes, L.scorer if stage != "warmup" else None)
     L.run.episodes([dict(stage=stage, split="test", **trace) for trace in traces])
     L.p.tested[stage] = dict(wall_s=round(L.p.wall_s + time.time() - L.started, 1), test=result)
+    low, high = result["ci95"]
     print(f"test after {stage}: {100 * result['success']:.1f}% of {result['episodes']} held-out tasks", end=" ")
-    print(f"(95% CI {100 * result['ci95'][0]:.0f}-{100 * result['ci95'][1]:.0f}), {100 * result['invalid_rate']:.1f}% illegal actions")
+    print(f"(95% CI {100 * low:.0f}-{100 * high:.0f}), {100 * result['invalid_rate']:.1f}% illegal actions")
 
 
 def validate(L: Learner, extra: dict, episodes: int = 0) -> dict:
     """Greedy evaluation on validation tasks as one metrics row and one printed line."""
     result, _ = evaluate(L.lm, L.args, "val", episodes or L.args.val_episodes)
-    tqdm.write(f"[{L.p.stage} {L.p.iteration}] env steps {L.p.env_steps}: validation success {100 * result['success']:.1f}%")
-    return {**extra, "eval/success": result["success"], "eval/ep_len": result["ep_len"], "eval/invalid_rate": result["invalid_rate"]}
+    where = f"[{L.p.stage} {L.p.iteration}] env steps {L.p.env_steps}"
+    tqdm.write(f"{where}: validation success {100 * result['success']:.1f}%")
+    return extra | {f"eval/{k}": result[k] for k in ("success", "ep_len", "invalid_rate")}
 
 
 def warm_up(L: Learner):
@@ -763,7 +787,8 @@ def warm_up(L: Learner):
     if L.p.iteration == 0:
         L.log(validate(L, {}, min(8, L.args.val_episodes)))  # the step-0 point of every curve (all 15 steps fail: slow)
     demos = demonstrations(L.lm, L.args)
-    print(f"warm-up: {L.args.demos} demonstrations, {len(demos)} steps, {sum(len(s.trunk) for s in demos) / len(demos):.0f} tokens a step")
+    mean = sum(len(s.trunk) for s in demos) / len(demos)
+    print(f"warm-up: {L.args.demos} demonstrations, {len(demos)} steps, {mean:.0f} tokens a step")
     with tqdm(total=L.args.warmup_epochs, initial=L.p.iteration, desc="warmup", unit="epoch") as bar:
         while L.p.iteration < L.args.warmup_epochs:
             loss = clone_epoch(L.lm, L.policy, demos, L.p.iteration, L.args, L.stop)
@@ -789,33 +814,36 @@ def warm_up(L: Learner):
 def pretrain_score(L: Learner):
     """Stage B (article 4.2): fit the score on episodes of the warmed policy and of random legal actions.
 
-    A fifth of the episodes is held out whole; the fit stops when their error has not improved for two passes. Nothing is
-    bootstrapped here (the score has no opinion yet): G is the observed return. The policy's episodes are the ring's first
-    iteration, so that stage 3spo starts with them; the random ones only teach the score.
+    A fifth of the episodes is held out whole; the fit stops when their error has not improved for two passes. Nothing
+    is bootstrapped here (the score has no opinion yet): G is the observed return. The policy's episodes are the ring's
+    first iteration, so that stage 3spo starts with them; the random ones only teach the score.
     """
     args, p = L.args, L.p
     if not L.replay.iterations and args.score_episodes:
         tasks = range(args.score_episodes)
-        with tqdm(total=args.score_episodes + args.random_episodes, desc="score: collect", unit="ep") as bar:
-            episodes, stats, _ = rollout(L.lm, args, "train", tasks, temperature=args.temperature, key=(args.seed, "B"), version=0, stop=L.stop, bar=bar)
-            tasks = range(args.score_episodes, args.score_episodes + args.random_episodes)
-            others, other_stats, _ = rollout(L.lm, args, "train", tasks, temperature=1.0, key=(args.seed, "B random"), policy="random", stop=L.stop, bar=bar)
+        others = range(args.score_episodes, args.score_episodes + args.random_episodes)
+        with tqdm(total=others.stop, desc="score: collect", unit="ep") as bar:
+            episodes, stats, _ = rollout(L.lm, args, "train", tasks, temperature=args.temperature, key=(args.seed, "B"),
+                                         version=0, stop=L.stop, bar=bar)  # fmt: skip
+            random, random_stats, _ = rollout(L.lm, args, "train", others, temperature=1.0, policy="random",
+                                              key=(args.seed, "B random"), stop=L.stop, bar=bar)  # fmt: skip
         if L.stop:
             return
-        steps = [s for e in [*episodes, *others] for s in e]
+        steps = [s for e in [*episodes, *random] for s in e]
         fill_returns(steps, args.gamma)
-        fill_logprobs(L.lm, [s for s in steps if s.version >= 0], "policy", "logp", args)
-        fill_logprobs(L.lm, [s for s in steps if s.version >= 0], "ref", "ref_logp", args)
+        for adapter, name in (("policy", "logp"), ("ref", "ref_logp")):
+            fill_logprobs(L.lm, [s for s in steps if s.version >= 0], adapter, name, args)
         L.replay.add(steps)
-        p.env_steps, p.episodes = stats["steps"] + other_stats["steps"], len(tasks) + args.score_episodes
-        L.log({"train/success": stats["success"] / max(stats["episodes"], 1), "score/random_success": other_stats["success"] / max(other_stats["episodes"], 1)})
+        p.env_steps, p.episodes = stats["steps"] + random_stats["steps"], others.stop
+        own, other = (t["success"] / max(t["episodes"], 1) for t in (stats, random_stats))
+        L.log({"train/success": own, "score/random_success": other})
         L.save()
     held, kept, episode = [], [], 0
     for step in L.replay.steps:  # every fifth episode is held out
         (held if episode % 5 == 4 else kept).append(step)
         episode += step.done
     if kept and held:
-        p.score_constant = float(np.mean([L.scorer.to_score(np.float64(s.ret)) for s in kept]))
+        p.score_constant = float(np.mean(L.scorer.to_score(np.array([s.ret for s in kept]))))
     bar = tqdm(total=args.score_epochs, initial=p.iteration, desc="score: fit", unit="epoch", disable=not kept)
     while kept and held and p.iteration < args.score_epochs and p.below < 2:
         loss = fit_score(L.scorer, kept, p.iteration, args, L.stop) if L.scorer.optimizer else 0.0
@@ -823,9 +851,11 @@ def pretrain_score(L: Learner):
             return
         p.iteration += 1
         fill_values(L.scorer, [*kept, *held])
-        (train, _), (val, constant) = score_error(L.scorer, kept, p.score_constant), score_error(L.scorer, held, p.score_constant)
+        train, _ = score_error(L.scorer, kept, p.score_constant)
+        val, constant = score_error(L.scorer, held, p.score_constant)
         rank = spearman([s.value for s in held], [s.ret for s in held])
-        L.log({"score/loss": loss, "score/mse_train": train, "score/mse_val": val, "score/mse_constant": constant, "score/rank_corr": rank})
+        L.log({"score/loss": loss, "score/mse_train": train, "score/mse_val": val, "score/mse_constant": constant,
+               "score/rank_corr": rank})  # fmt: skip
         bar.set_postfix(val=f"{val:.3f}", constant=f"{constant:.3f}", rank=f"{rank:.2f}")
         bar.update(1)
         p.below = 0 if val < p.score_best else p.below + 1
@@ -848,11 +878,11 @@ def roll_back(L: Learner, success: float):
         return
     p.below = p.below + 1 if success < p.best - args.rollback_drop else 0
     if p.below >= 2:
-        scale = L.policy.scale
+        scale = L.policy.scale / 2
         L.restore("best", weights_only=True)
-        L.policy.scale = scale / 2
-        p.below, p.rollbacks = 0, p.rollbacks + 1
-        tqdm.write(f"rollback: success {success:.2f} stayed below {p.best:.2f}; best weights restored, policy rate halved")
+        L.policy.scale, p.below, p.rollbacks = scale, 0, p.rollbacks + 1
+        stayed = f"success {success:.2f} stayed below {p.best:.2f}"
+        tqdm.write(f"rollback: {stayed}; best weights restored, policy rate halved")
 
 
 def finish(L: Learner):
@@ -867,14 +897,17 @@ def finish(L: Learner):
         maps = heat_maps(L.lm, args, L.scorer)
         common.write_atomic(L.run.folder / "heatmap.json", json.dumps(dict(grids=maps)))
         rank = float(np.mean([m["rank_corr"] for m in maps]))
-        sections["Score and true distance"] = [f"Rank correlation of S(s) with minus the true distance on {len(maps)} unseen grids: {rank:.3f}."]
+        line = f"Rank correlation of S(s) with minus the true distance on {len(maps)} unseen grids: {rank:.3f}."
+        sections["Score and true distance"] = [line]
         print(f"score against true distance on {len(maps)} unseen grids: rank correlation {rank:.3f}")
     p.finished = True
     L.save()
     rates = [r["perf/update_tokens_per_s"] for r in L.run.metrics() if "perf/update_tokens_per_s" in r]
-    perf = dict(env_steps_per_s=p.env_steps / max(p.env_seconds, 1e-9), update_tokens_per_s=float(np.mean(rates or [0])), **common.peak_memory())
-    summary = dict(algo=args.algo, env=args.env, model=args.model, seed=args.seed, preset=args.preset, env_steps=p.env_steps, episodes=p.episodes,
-                   wall_s=round(p.wall_s, 1), rollbacks=p.rollbacks, stages=p.tested, test=final["test"], perf=perf)  # fmt: skip
+    perf = dict(env_steps_per_s=p.env_steps / max(p.env_seconds, 1e-9),
+                update_tokens_per_s=float(np.mean(rates or [0])), **common.peak_memory())  # fmt: skip
+    summary = {k: getattr(args, k) for k in ("algo", "env", "model", "seed", "preset")}
+    summary |= dict(env_steps=p.env_steps, episodes=p.episodes, wall_s=round(p.wall_s, 1), rollbacks=p.rollbacks,
+                    stages=p.tested, test=final["test"], perf=perf)  # fmt: skip
     common.finish_run(L.run, summary, sections)
 
 
@@ -888,26 +921,45 @@ def set_up(argv) -> Learner:
     except ValueError as error:
         raise UserError(str(error)) from None
     stop = common.Interrupt()
-    lm = common.load_model(args.model, seed=args.seed, device=args.device, dtype=args.dtype, load_4bit=args.load_4bit, lora_rank=args.lora_rank,
-                           lora_layers=args.lora_layers, gradient_checkpointing=args.gradient_checkpointing, adapters=("policy", "score", "ref"))  # fmt: skip
-    config = {"algorithm_file": Path(__file__).name, **asdict(args), "used": lm.describe(), "versions": common.versions()}
+    names = "seed", "device", "dtype", "load_4bit", "lora_rank", "lora_layers", "gradient_checkpointing"
+    lm = common.load_model(args.model, adapters=("policy", "score", "ref"), **{k: getattr(args, k) for k in names})
+    config = {"algorithm_file": Path(__file__).name, **asdict(args)}
+    config |= {"used": lm.describe(), "versions": common.versions()}
     run = common.Run(folder, config, args.track, args.overwrite, resume=resumed)
-    scorer = (PromptScorer if args.scorer == "prompt" and args.algo == "3spo" else ScoreModel)(lm, env.return_bounds, args)
+    kind = PromptScorer if args.scorer == "prompt" and args.algo == "3spo" else ScoreModel
+    scorer = kind(lm, env.return_bounds, args)
     L = Learner(args, lm, Optimizer(lm.params("policy"), args.warmup_lr), scorer, Replay(args), run, stop)
-    if resumed and (folder / "checkpoints").exists():
+    if args.eval_only:
+        L.restore("best", weights_only=True)
+    elif resumed and (folder / "checkpoints").exists():
         L.restore()
     elif resumed:
         run.rewind({"metrics.jsonl": 0, "episodes.jsonl": 0})
     print(f"{args.algo} on {args.env}, run folder {folder}\n{lm.describe()['summary']}")
-    print(f"returns in [{env.return_bounds[0]:.2f}, {env.return_bounds[1]:.2f}]; score head {lm.hidden_size} x {ScoreModel.K}")
+    low, high = env.return_bounds
+    print(f"returns in [{low:.2f}, {high:.2f}]; score head {lm.hidden_size} x {ScoreModel.K}")
     return L
+
+
+def iteration_row(episodes: list[list[Step]], stats: Counter, advantages: np.ndarray) -> dict:
+    """What the collected episodes and the ring's raw advantages say, as metrics."""
+    steps = [s for e in episodes for s in e]
+    gaps = np.concatenate([(s.sampler_logp - s.logp).numpy() for s in steps])  # (N,)
+    ended = max(stats["episodes"], 1)
+    rates = {f"rollout/{name}": stats[key] / stats["steps"] for name, key in
+             (("invalid_rate", "invalid"), ("cut_frac", "cut"), ("unfinished_frac", "unfinished"))}  # fmt: skip
+    return {"train/success": stats["success"] / ended, "train/ep_len": len(steps) / len(episodes),
+            "train/return": float(np.mean([sum(s.reward for s in e) for e in episodes])),
+            "adv/mean": float(advantages.mean()), "adv/std": float(advantages.std()),
+            "policy/sampler_gap": float(np.mean(np.abs(gaps))), **rates,
+            "rollout/truncated_frac": stats["truncated"] / ended, "rollout/env_errors": stats["env_errors"],
+            "perf/peak_rss_mb": common.peak_memory()["peak_rss_mb"]}  # fmt: skip
 
 
 def main(argv=None) -> int:
     L = set_up(argv)
     args, lm, p, run, stop = L.args, L.lm, L.p, L.run, L.stop
     if args.eval_only:
-        L.restore("best", weights_only=True)
         print(json.dumps(evaluate(lm, args, "test", args.eval_episodes)[0]))
         return 0
     if p.finished:
@@ -924,37 +976,36 @@ def main(argv=None) -> int:
 
         # ---- COLLECT: episodes of the current policy on training tasks it has not seen
         tasks = range(p.episodes, p.episodes + args.episodes_per_iter)
-        episodes, stats, _ = rollout(lm, args, "train", tasks, temperature=args.temperature, key=(args.seed, version), version=version, stop=stop)
+        episodes, stats, _ = rollout(lm, args, "train", tasks, temperature=args.temperature, key=(args.seed, version),
+                                     version=version, stop=stop)  # fmt: skip
         steps = [s for e in episodes for s in e]
         if stop or not steps:
             break
         clock.lap("collect")
-        fill_logprobs(lm, steps, "policy", "logp", args)  # π_old by the training forward: ρ is 1 before the first update
+        fill_logprobs(lm, steps, "policy", "logp", args)  # π_old by the training forward: ρ starts at 1
         fill_logprobs(lm, steps, "ref", "ref_logp", args)
         clock.lap("logprobs")
 
         # ---- SCORE: error on the new episodes before they are trained on (held out by time), then a pass over the ring
         fill_values(L.scorer, steps)
-        fill_returns(steps, args.gamma)
+        fill_advantages(steps, args)  # their δ are the priorities of the pass below
         mse_val, mse_constant = score_error(L.scorer, steps, p.score_constant)
         rank = spearman([s.value for s in steps], [s.ret for s in steps])
         L.replay.add(steps)
+        ring = L.replay.steps
         if L.scorer.optimizer:
             beta = args.priority_beta + (1 - args.priority_beta) * progress
-            batch, weights = L.replay.sample(rng_for(args.seed, "score", version), L.replay.steps, max(1, round(args.score_passes * len(steps))), beta)
+            size, rng = max(1, round(args.score_passes * len(steps))), rng_for(args.seed, "score", version)
+            batch, weights = L.replay.sample(rng, ring, size, beta)
             for first in range(0, len(batch), args.minibatch):
-                L.scorer.update(batch[first : first + args.minibatch], weights[first : first + args.minibatch], progress)
-        p.score_constant = float(np.mean([L.scorer.to_score(np.float64(s.ret)) for s in L.replay.steps]))
+                part = slice(first, first + args.minibatch)
+                L.scorer.update(batch[part], weights[part], progress)
+        p.score_constant = float(np.mean(L.scorer.to_score(np.array([s.ret for s in ring]))))
 
         # ---- ADVANTAGE: V, G and A of the whole ring from the score just updated
-        ring = L.replay.steps
         fill_values(L.scorer, ring)
-        fill_returns(ring, args.gamma)
-        columns = [np.array([getattr(s, k) for s in ring]) for k in ("reward", "value", "terminated", "truncated", "final_value")]
-        deltas, advantages = compute_gae(*columns, args.gamma, args.gae_lambda)
+        advantages = fill_advantages(ring, args)
         mse_train, _ = score_error(L.scorer, ring, p.score_constant)
-        for step, delta, advantage in zip(ring, deltas, normalise(advantages, args.adv_clip), strict=True):
-            step.delta, step.advantage = float(delta), float(advantage)
         clock.lap("score")
 
         # ---- UPDATE: PPO on prioritised minibatches
@@ -966,21 +1017,17 @@ def main(argv=None) -> int:
         # ---- EVAL, LOG, SAVE
         p.iteration, p.env_steps, p.episodes = version, p.env_steps + len(steps), tasks.stop
         p.env_seconds += clock.laps["collect"]
-        gap = float(np.mean(np.abs(np.concatenate([(s.sampler_logp - s.logp).numpy() for s in steps]))))
-        row = {"train/success": stats["success"] / max(stats["episodes"], 1), "train/return": float(np.mean([sum(s.reward for s in e) for e in episodes])),
-               "train/ep_len": len(steps) / len(episodes), "adv/mean": float(advantages.mean()), "adv/std": float(advantages.std()), **logs,
-               "policy/sampler_gap": gap, "policy/lr": L.policy.rate(progress), "score/mse_train": mse_train, "score/mse_val": mse_val,
-               "score/mse_constant": mse_constant, "score/rank_corr": rank, "rollout/invalid_rate": stats["invalid"] / stats["steps"],
-               "rollout/truncated_frac": stats["truncated"] / max(stats["episodes"], 1), "rollout/cut_frac": stats["cut"] / stats["steps"],
-               "rollout/unfinished_frac": stats["unfinished"] / stats["steps"], "rollout/env_errors": stats["env_errors"],
-               "policy/skipped_steps": L.policy.skipped, "perf/env_steps_per_s": len(steps) / clock.laps["collect"],
-               "perf/peak_rss_mb": common.peak_memory()["peak_rss_mb"]}  # fmt: skip
+        row = iteration_row(episodes, stats, advantages) | logs
+        row |= {"policy/lr": L.policy.rate(progress), "policy/skipped_steps": L.policy.skipped,
+                "score/mse_train": mse_train, "score/mse_val": mse_val, "score/mse_constant": mse_constant,
+                "score/rank_corr": rank, "perf/env_steps_per_s": len(steps) / clock.laps["collect"]}  # fmt: skip
         if version % args.eval_every == 0 or p.env_steps >= args.total_env_steps:
             row = validate(L, row)
             roll_back(L, row["eval/success"])
             clock.lap("eval")
         L.log(row | {f"time/{k}": v for k, v in clock.laps.items()})
-        bar.set_postfix(success=f"{row['train/success']:.2f}", kl=f"{row['policy/approx_kl']:.3f}", mse=f"{mse_val:.3f}")
+        success, kl = row["train/success"], row["policy/approx_kl"]
+        bar.set_postfix(success=f"{success:.2f}", kl=f"{kl:.3f}", mse=f"{mse_val:.3f}")
         bar.update(len(steps))
         L.save()
     bar.close()

@@ -1,4 +1,4 @@
-"""Shared by the tests: markers, one torch thread, tiny models, and a reference model built without common.py's tricks."""
+"""Shared by the tests: markers, one torch thread, tiny models, and a reference model without common.py's tricks."""
 
 import os
 import sys

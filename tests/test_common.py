@@ -196,7 +196,9 @@ def test_generation_config_of_a_checkpoint_never_reaches_sampling(tmp_path):
     a = from_folder.generate(prompts, 8, 1.0, torch_rng_for("cpu", 3))
     b = plain.generate(prompts, 8, 1.0, torch_rng_for("cpu", 3))
     assert [o["ids"] for o in a] == [o["ids"] for o in b]
-    np.testing.assert_allclose(np.concatenate([o["logps"] for o in a]), np.concatenate([o["logps"] for o in b]), atol=1e-4)
+    np.testing.assert_allclose(
+        np.concatenate([o["logps"] for o in a]), np.concatenate([o["logps"] for o in b]), atol=1e-4
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ 4-bit gradients
@@ -207,7 +209,12 @@ def test_generation_config_of_a_checkpoint_never_reaches_sampling(tmp_path):
 def test_gradients_in_4bit_equal_those_of_dequantised_weights(dense_cache, checkpointing):
     """Also after sampling and after an eval-mode forward, where bitsandbytes repacks the weights on CPU."""
     lm = load_model(
-        "tiny", load_4bit=True, dense_cache=dense_cache, gradient_checkpointing=checkpointing, lora_rank=8, lora_layers="half"
+        "tiny",
+        load_4bit=True,
+        dense_cache=dense_cache,
+        gradient_checkpointing=checkpointing,
+        lora_rank=8,
+        lora_layers="half",
     )
     randomise(lm, ["policy"])
     reference = plain_reference(lm)
@@ -398,7 +405,9 @@ def test_token_batches(seed):
 def test_rng_depends_on_the_whole_key():
     draws = [rng_for(*k).random() for k in ((1, "a"), (1, "b"), (2, "a"), (1,), ("1", "a"))]
     assert len(set(draws)) == 5 and rng_for(1, "a").random() == draws[0]
-    assert not torch.equal(torch.rand(3, generator=torch_rng_for("cpu", 1)), torch.rand(3, generator=torch_rng_for("cpu", 2)))
+    assert not torch.equal(
+        torch.rand(3, generator=torch_rng_for("cpu", 1)), torch.rand(3, generator=torch_rng_for("cpu", 2))
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- optimiser
@@ -635,7 +644,12 @@ def test_no_source_file_unpickles_or_executes_text():
                 found.append(at)
             if isinstance(node, ast.Name) and node.id in ("eval", "exec", "__import__"):
                 found.append(at)
-            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "os.system", "os.popen", "np.load"):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in (
+                "torch.load",
+                "os.system",
+                "os.popen",
+                "np.load",
+            ):
                 found.append(at)
             if isinstance(node, ast.keyword) and node.arg in ("shell", "trust_remote_code", "allow_pickle"):
                 if not (isinstance(node.value, ast.Constant) and node.value.value is False):
@@ -645,6 +659,18 @@ def test_no_source_file_unpickles_or_executes_text():
 
 
 # ---------------------------------------------------------------------------------------------------------- run folder
+
+
+CONFIG = {"algorithm_file": "threespo.py", "algo": "3spo", "env": "gridworld", "model": "tiny", "seed": 1}
+
+
+def test_overwrite_never_deletes_a_downloaded_model(tmp_path):
+    """A model's folder has a config.json, too."""
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(UserError):
+        Run(tmp_path, CONFIG, overwrite=True)
+    assert (tmp_path / "model.safetensors").read_bytes() == b"weights"
 
 
 def test_existing_out_is_refused(tmp_path):
@@ -659,21 +685,24 @@ def test_existing_out_is_refused(tmp_path):
 
 
 def test_overwrite_replaces_a_run_and_only_when_asked(tmp_path):
-    run = Run(tmp_path / "run", {"a": 1})
+    run = Run(tmp_path / "run", {**CONFIG, "a": 1})
     run.log({"x": 1})
     with pytest.raises(UserError, match="--overwrite"):
-        Run(tmp_path / "run", {"a": 2})
+        Run(tmp_path / "run", {**CONFIG, "a": 2})
     assert run.metrics() == [{"x": 1}]
-    run = Run(tmp_path / "run", {"a": 2}, overwrite=True)
-    assert run.metrics() == [] and json.loads((tmp_path / "run" / "config.json").read_text()) == {"a": 2}
+    run = Run(tmp_path / "run", {**CONFIG, "a": 2}, overwrite=True)
+    assert run.metrics() == [] and json.loads((tmp_path / "run" / "config.json").read_text()) == {**CONFIG, "a": 2}
     (tmp_path / "empty").mkdir()
     Run(tmp_path / "empty", {})
 
 
 def test_resume_keeps_config_and_logs(tmp_path):
-    Run(tmp_path / "run", {"a": 1}).log({"x": 1})
-    run = Run(tmp_path / "run", {"a": 2}, resume=True)
-    assert run.metrics() == [{"x": 1}] and json.loads((tmp_path / "run" / "config.json").read_text()) == {"a": 1}
+    Run(tmp_path / "run", {**CONFIG, "a": 1}).log({"x": 1})
+    run = Run(tmp_path / "run", {**CONFIG, "a": 2}, resume=True)
+    assert run.metrics() == [{"x": 1}] and json.loads((tmp_path / "run" / "config.json").read_text()) == {
+        **CONFIG,
+        "a": 1,
+    }
 
 
 def test_log_lines(tmp_path):
@@ -735,14 +764,16 @@ def test_write_atomic_leaves_no_other_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wins, n, low, high", [(0, 10, 0.0, 0.278), (5, 10, 0.237, 0.763), (10, 10, 0.722, 1.0), (50, 100, 0.404, 0.596), (0, 0, 0, 1)]
+    "wins, n, low, high",
+    [(0, 10, 0.0, 0.278), (5, 10, 0.237, 0.763), (10, 10, 0.722, 1.0), (50, 100, 0.404, 0.596), (0, 0, 0, 1)],
 )
 def test_wilson(wins, n, low, high):
     assert wilson(wins, n) == pytest.approx([low, high], abs=6e-4)
 
 
 def test_md_escapes_what_pages_and_models_may_write():
-    text = md('<script>alert("x")</script> a|b `code` [l](javascript:x) ![i](http://x) **b** $x$ a&b\n| --- |\r\n# title ~~s~~')
+    page = '<script>alert("x")</script> a|b `code` [l](javascript:x) ![i](http://x) **b** $x$ a&b\n| --- |\r\n# title'
+    text = md(page + " ~~s~~")
     assert "<" not in text and ">" not in text and "\n" not in text and "\r" not in text
     assert "&lt;script&gt;" in text and "a&amp;b" in text
     for character in "|`*[]()!$#~":
@@ -775,8 +806,14 @@ HEALTHY = [
     for i in range(7)
 ]
 SICK = {
-    "falling success, large steps": ({"eval/success": [0.4, 0.9, 0.6], "policy/approx_kl": [0.02, 0.3, 0.02]}, "--target_kl"),
-    "falling success, score overfits": ({"eval/success": [0.9, 0.5], "score/mse_val": [0.3, 0.1, 0.15, 0.2]}, "--score_epochs"),
+    "falling success, large steps": (
+        {"eval/success": [0.4, 0.9, 0.6], "policy/approx_kl": [0.02, 0.3, 0.02]},
+        "--target_kl",
+    ),
+    "falling success, score overfits": (
+        {"eval/success": [0.9, 0.5], "score/mse_val": [0.3, 0.1, 0.15, 0.2]},
+        "--score_epochs",
+    ),
     "falling success, old data": ({"eval/success": [0.9, 0.7]}, "--replay_iters"),
     "stuck length": ({"eval/success": [0.5], "eval/ep_len": [9, 6.0, 6.0, 6.0, 6.05]}, "--gamma"),
     "score error": ({"score/mse_val": [0.45], "score/mse_constant": [0.5]}, "--lora_rank"),

@@ -40,7 +40,7 @@ def make_run(folder, seed=1, algo="3spo", env="gridworld", rows=24, hard=False, 
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in metrics))
     texts = ["up", "left", "down", "right"]
     if hard:
-        texts = ["$\\frac{1}{0}$ costs $5", "_^{$", "", "click \"größe 漢字 🙂\"", "x" * 5000, "a\nb\tc\x00\ud800"]
+        texts = ["$\\frac{1}{0}$ costs $5", "_^{$", "", 'click "größe 漢字 🙂"', "x" * 5000, "a\nb\tc\x00\ud800"]
     episodes = []
     for i in range(40):
         success, n = i % 3 != 0, int(rng.integers(3, 20))

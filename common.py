@@ -87,10 +87,9 @@ def settle_args(args, tuned: dict) -> tuple[Path, bool]:
     """
     folder = args.resume or args.eval_only
     if folder:
-        try:
-            saved = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise UserError(f"{folder} is not a run folder (no readable config.json)") from None
+        saved = run_config(Path(folder))
+        if saved is None:
+            raise UserError(f"{folder} is not a run folder (no config.json of a run)")
         own = {"resume", "eval_only"} | ({"eval_episodes", "device", "num_envs"} if args.eval_only else set())
         for name in (f.name for f in fields(args) if f.name not in own and f.name in saved):
             if name in args.explicit and getattr(args, name) != saved[name]:
@@ -111,6 +110,15 @@ def settle_args(args, tuned: dict) -> tuple[Path, bool]:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     args.out = args.out or f"runs/{algo}__{args.env.replace('/', '-')}__{short}__s{args.seed}__{stamp}"
     return Path(args.out), False
+
+
+def run_config(folder: Path) -> dict | None:
+    """The config.json a run wrote in `folder`; None for anything else (a model folder has a config.json too)."""
+    try:
+        saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return saved if isinstance(saved, dict) and "algorithm_file" in saved else None
 
 
 def run_main(main):
@@ -481,6 +489,7 @@ class LM:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text: no BOS or EOS is added, and control tokens spelled in it stay plain text."""
+        text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate becomes "?"
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
     def encode_prompt(self, text: str, room: int) -> tuple[list[int], bool]:
@@ -488,7 +497,7 @@ class LM:
         limit = min(self.max_positions, 4096) - room
         if len(text) > 16 * limit:  # keep the head (goal) and the tail (recent actions) of an absurdly long state
             text = text[: 8 * limit] + "\n...\n" + text[-8 * limit :]
-        ids = self.encode(text)
+        ids = self.encode(text) or self.encode("\n")  # an empty state still needs a token to read
         if len(ids) <= limit:
             return ids, False
         return ids[: limit // 2] + ids[len(ids) - (limit - limit // 2) :], True
@@ -587,6 +596,8 @@ class LM:
             positions = positions[index, -1:] + 1
         for entry in out:
             entry["trunk"] = torch.cat(entry["trunk"])
+        del caches, low, high, logits, logps
+        release_memory()  # the growing caches leave holes that glibc would keep
         return out
 
 
@@ -748,7 +759,7 @@ class Run:
             if not overwrite:
                 use = f"use --overwrite, or --resume {self.folder}"
                 raise UserError(f"--out {self.folder} exists and is not empty ({use})")
-            if not (self.folder / "config.json").exists():  # never delete a folder that is no run
+            if run_config(self.folder) is None:  # never delete a folder that is no run
                 raise UserError(f"--out {self.folder} is not a run folder: not overwritten")
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)

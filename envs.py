@@ -284,8 +284,20 @@ class Action(NamedTuple):
     repaired: bool = False
 
     def __str__(self):
-        """The form without quotes: `click red lamp`, `type search: red lamp`, `answer $12.50`, `back`."""
-        return f"{self.verb} {': '.join(self.args)}".strip()
+        """Without quotes (`click red lamp`, `type search: red lamp`) where that reads back the same, else with."""
+        plain = f"{self.verb} {': '.join(self.args)}".strip()
+        if not self.args or _read_plain(plain) == (self.verb, self.args, False):
+            return plain
+        return " ".join([self.verb, *(f'"{a}"' for a in self.args)])
+
+
+def _read_plain(text: str) -> Action | None:
+    """An action written without quotes and without anything to forgive."""
+    match = _PLAIN.fullmatch(text)
+    if match is None or text != clean(text):
+        return None
+    verb, *args = (part for part in match.groups() if part)
+    return Action(verb, tuple(args))
 
 
 def parse_action(text: str, fields: tuple[str, ...] = ()) -> Action:
@@ -301,9 +313,8 @@ def parse_action(text: str, fields: tuple[str, ...] = ()) -> Action:
     if not long and _STRICT.fullmatch(text) and text == clean(text):
         verb, *rest = text.split(" ", 1)
         return Action(verb, tuple(re.findall(r'"([^"]+)"', rest[0])) if rest else ())
-    if not long and text == clean(text) and (plain := _PLAIN.fullmatch(text)):
-        verb, *args = (part for part in plain.groups() if part)
-        return Action(verb, tuple(args))
+    if not long and (plain := _read_plain(text)):
+        return plain
     text = re.sub(r"^`{3,}[a-z]*\s*$|`{3,}", "", text, flags=re.MULTILINE | re.IGNORECASE)
     text = re.sub("[\u201c\u201d\u201e\u00ab\u00bb\u2018\u2019`\u00b4]|(?<!\\w)'|'(?!\\w)", '"', text)
     text = "\n".join(clean(line) for line in text.splitlines())
@@ -440,7 +451,7 @@ WORDS = {
         ),
         "nouns": (
             "lamp, chair, mug, kettle, blanket, backpack, clock, mirror, pillow, candle, bottle, table, kite, "
-            "basket, bucket, bench, hammer, guitar, camera, carpet, curtain, plate, spoon, fork, ring, "
+            "hamper, bucket, bench, hammer, guitar, camera, carpet, curtain, plate, spoon, fork, ring, "
             "bracelet, necklace, jar, cabinet, suitcase, tent, drum, flute, puzzle, doll, robot, shirt, "
             "sweater, glove, boot, belt, hat, pen, pencil, eraser, folder, calendar, magnet, lantern, "
             "toaster, blender, oven, fan, heater, speaker, keyboard, monitor, cable, charger, bicycle, rope, "
@@ -474,7 +485,7 @@ WORDS = {
         "account": "my account, account, account page, user account, my profile",
         "orders": "my orders, orders, all orders, order list, orders placed",
         "cart": "cart, view cart, open cart, my cart, basket, shopping bag, bag, cart contents",
-        "add": "add to cart, put in cart, add this to cart, into the cart, add, buy, add to bag, order this",
+        "add": "add to cart, put in cart, add this to cart, into the cart, add to bag, put in bag, move to cart",
         "save": "save for later, add to wishlist, save, keep in mind, wishlist, like, compare, share",
         "cookies": (
             "accept cookies, allow cookies, accept, yes to cookies, allow all cookies, i agree, "
@@ -1028,7 +1039,8 @@ class WebNav(Env):
             steps = [(r"\| /login", 0.1), (rf'type .*[ "]{u}"?$', 0.2), (rf'type .*[ "]{p}"?$', 0.2)]
             return steps + [(r"\| /account", 0.2), (rf'Action: click "?order {x}"?$', 0.3)]
         if kind == "cart":
-            return [(rf"Page: {x} \|", 0.5), (rf'Page: {x} \|[\s\S]*Action: click "?[^"#]*(cart|basket)[^"#]*"?$', 0.5)]
+            added = rf'Page: {x} \|[\s\S]*Action: click "?[^"#]*(cart|basket|bag)[^"#]*"?$'
+            return [(rf"Page: {x} \|", 0.5), (added, 0.5)]
         if kind == "cheapest":
             steps = [(rf"Page: [^|\n]*\b{x}\b[^|\n]* \| \S+/price\n", 0.3)]
             return steps + [(rf"recently viewed: [^\n]*{x} \$[^\n]*{x} \$", 0.3), (rf'answer "?[^"]*{x}"?$', 0.4)]

@@ -71,13 +71,14 @@ class Args:
     overwrite: bool = False  # replace an existing run folder
     micro_tokens: int = 1536  # padded tokens a forward pass (memory; does not change the result)
     demos: int = 100  # expert episodes cloned in the warm-up (4.2 A)
+    demo_noise: float = 0.15  # chance that another action is carried out than the one demonstrated
     warmup_epochs: int = 3  # passes over the demonstrations
     warmup_lr: float = 8e-4  # learning rate of cloning (its own cosine)
     warmup_minibatch: int = 12  # steps a cloning update (small: the number of updates matters more than their noise)
     score_episodes: int = 40  # episodes of the warmed policy that pre-train the score (4.2 B)
     random_episodes: int = 10  # episodes of random legal actions beside them
     score_epochs: int = 3  # most passes of score pre-training; stops early on held-out error
-    score_lr: float = 3e-4  # learning rate of the score adapter and head (4.3)
+    score_lr: float = 6e-4  # learning rate of the score adapter and head (4.3)
     scorer: Literal["model", "prompt"] = "model"  # prompt: zero-shot rating by the base model, for comparison (3.2)
     score_loss: Literal["mse", "hlgauss"] = "mse"  # squared error of the mean, or histogram cross-entropy
     score_entropy: float = 0.003  # β_H of (3), against over-confident scores (4.3)
@@ -101,7 +102,7 @@ class Args:
 
 
 TUNED = {  # defaults that depend on another flag; a flag given by hand always wins
-    ("preset", "quick"): dict(total_env_steps=330, demos=24, warmup_epochs=2, score_episodes=16, random_episodes=8,
+    ("preset", "quick"): dict(total_env_steps=550, demos=40, warmup_epochs=2, score_episodes=16, random_episodes=8,
                               score_epochs=2, episodes_per_iter=16, num_envs=24, val_episodes=8, eval_episodes=24),
     ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", warmup_lr=3e-3, score_lr=2e-3,
                             policy_lr=1e-3),
@@ -115,10 +116,11 @@ def check_args(args):
     """Reject values no run can use, in one line each (UserError, exit code 2)."""
     for low, high, names in (
         (1, math.inf, "total_env_steps eval_every eval_episodes val_episodes demos warmup_epochs episodes_per_iter"),
-        (1, math.inf, "minibatch"), (16, math.inf, "micro_tokens"), (1e-6, math.inf, "adv_clip"),
-        (0, math.inf, "target_kl score_episodes random_episodes score_epochs"), (1e-3, 10, "temperature"),
-        (0, 1, "gamma gae_lambda policy_lr score_lr warmup_lr priority_alpha priority_beta"), (1e-6, 1, "clip_eps"),
-        (1, 4096, "num_envs"), (1, 1024, "lora_rank"), (1, 1000, "replay_iters"),
+        (1, math.inf, "minibatch warmup_minibatch"), (16, math.inf, "micro_tokens"), (1e-6, math.inf, "adv_clip"),
+        (0, math.inf, "target_kl score_episodes random_episodes score_epochs score_passes policy_passes kl_coef"),
+        (0, math.inf, "ent_coef score_entropy"), (1e-3, 10, "temperature"), (1e-6, 1, "clip_eps"),
+        (0, 1, "gamma gae_lambda policy_lr score_lr warmup_lr demo_noise priority_alpha priority_beta rollback_drop"),
+        (1, 1024, "lora_rank"), (1, 1000, "replay_iters"), (1, 4096, "num_envs"),
     ):  # fmt: skip
         for name in names.split():
             if not low <= getattr(args, name) <= high:
@@ -363,37 +365,60 @@ def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, poli
     queue, running, finished, stats = list(tasks)[::-1], [], {}, Counter()
     free, memo, errors = [], {}, 0
     noise, rng = torch_rng_for(lm.device, "rollout", *key), rng_for("random actions", *key)
+
+    def attempt(task, call):
+        """`call()`, or None whatever a user's environment raises: episode dropped and counted; ten in a row: stop."""
+        nonlocal errors
+        try:
+            return call()
+        except Exception as error:
+            stats["env_errors"], errors = stats["env_errors"] + 1, errors + 1
+            cause = f"{type(error).__name__}: {error}"
+            print(f"\nwarning: {args.env} task {task}: {cause}; episode dropped", file=sys.stderr)
+            if errors >= 10:
+                raise UserError(f"10 environment errors in a row in {args.env}, the last: {cause}") from error
+
+    def begin(task):
+        env = free.pop() if free else make_env(args.env, seed=args.seed, split=split)
+        obs, info = env.reset(seed=task)
+        running.append(dict(task=task, env=env, obs=str(obs), info=info, steps=[], texts=[]))
+
+    def advance(r, text):
+        """One environment step, checked: (reward, terminated, truncated, valid, success, cut)."""
+        obs, reward, terminated, truncated, info = r["env"].step(text)
+        if not math.isfinite(reward):
+            raise ValueError(f"reward is {reward}")
+        r["obs"], r["info"] = str(obs), info
+        flags = (terminated, truncated and not terminated, info["valid"], info["success"], info.get("cut"))
+        return float(reward), *map(bool, flags)
+
     while queue or running:
         while queue and len(running) < args.num_envs:
-            task, env = queue.pop(), free.pop() if free else make_env(args.env, seed=args.seed, split=split)
-            obs, info = env.reset(seed=task)
-            running.append(dict(task=task, env=env, obs=obs, info=info, steps=[], texts=[]))
+            task = queue.pop()
+            attempt(task, lambda task=task: begin(task))
+        if policy == "random":
+            for r in running:
+                r["legal"] = attempt(r["task"], r["env"].legal_actions)
+            running = [r for r in running if r["legal"]]
+        if not running:
+            continue
         room = running[0]["env"].max_action_tokens
         prompts = [lm.encode_prompt(r["obs"], room) for r in running]
         outs = act(lm, running, [ids for ids, _ in prompts], policy, temperature, noise, rng, memo)
         still = []
         for r, (prompt, cut), out in zip(running, prompts, outs, strict=True):
             text, before = lm.decode(out["ids"]).strip(), r["obs"]
-            try:
-                r["obs"], reward, terminated, truncated, r["info"] = r["env"].step(text)
-                if not math.isfinite(reward):
-                    raise ValueError(f"reward is {reward}")
-                errors = 0
-            except Exception as error:  # whatever a user's environment raises: drop the episode, keep the run
-                stats["env_errors"], errors = stats["env_errors"] + 1, errors + 1
-                cause = f"{type(error).__name__}: {error}"
-                print(f"\nwarning: {args.env} task {r['task']}: {cause}; episode dropped", file=sys.stderr)
-                if errors >= 10:
-                    raise UserError(f"10 environment errors in a row in {args.env}, the last: {cause}") from error
+            result = attempt(r["task"], lambda r=r, text=text: advance(r, text))
+            if result is None:
                 continue
-            ended, cut_off = bool(terminated), bool(truncated and not terminated)
-            step = Step(prompt, out["trunk"], out["ids"], float(reward), ended, cut_off, version)
+            errors = 0
+            reward, terminated, truncated, valid, success, was_cut = result
+            step = Step(prompt, out["trunk"], out["ids"], reward, terminated, truncated, version)
             step.sampler_logp = torch.tensor(out["logps"])
             r["steps"].append(step)
-            valid, cut = bool(r["info"]["valid"]), cut or r["info"].get("cut", False)
-            stats.update(steps=1, invalid=not valid, cut=cut, unfinished=out["finish"] != "eos")
+            stats.update(steps=1, invalid=not valid, cut=cut or was_cut, unfinished=out["finish"] != "eos")
             if trace:
-                r["texts"].append(dict(state=before, action=text, reward=float(reward), valid=valid))
+                r["texts"].append(dict(state=before, action=text, reward=reward, valid=valid))
             if not step.done:
                 still.append(r)
                 continue
@@ -402,7 +427,7 @@ def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, poli
                 step.final_trunk = lm.trunk([step.final_state])[0]
             finished[r["task"]] = r
             free.append(r["env"])
-            stats.update(episodes=1, success=bool(r["info"]["success"]), truncated=step.truncated)
+            stats.update(episodes=1, success=success, truncated=truncated)
             if bar is not None:
                 bar.update(1)
         running = still
@@ -417,8 +442,7 @@ def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, poli
 def act(lm: LM, running, ids, policy, temperature, noise, rng, memo) -> list[dict]:
     """Actions of the running episodes, as `generate` returns them: the policy's, or uniformly random legal ones."""
     if policy == "random":
-        legal = [r["env"].legal_actions() for r in running]
-        return demonstrated(lm, ids, [a[rng.integers(len(a))] for a in legal])
+        return demonstrated(lm, ids, [r["legal"][rng.integers(len(r["legal"]))] for r in running])
     room = running[0]["env"].max_action_tokens
     with lm.adapter(policy):
         if temperature:
@@ -434,16 +458,22 @@ def demonstrated(lm: LM, prompts, texts):
 
 
 def demonstrations(lm: LM, args) -> list[Step]:
-    """Steps of `demos` expert episodes on training tasks (article 4.2 A)."""
+    """Steps of `demos` expert episodes on training tasks (article 4.2 A).
+
+    With probability `demo_noise` some action seen before is carried out in place of the expert's, legal here or not;
+    the step still teaches what the expert would do (noise injection, DART, arXiv 1703.09327): demonstrations without
+    mistakes never show how to recover from one, and their clone repeats its first illegal action until time is out.
+    """
     states, texts = [], []
-    env = make_env(args.env, seed=args.seed, split="train")
+    env, rng = make_env(args.env, seed=args.seed, split="train"), rng_for(args.seed, "demonstrations")
     for task in range(args.demos):
         obs, _ = env.reset(seed=10**6 + task)  # tasks no rollout uses
         done = False
         while not done:
             states.append(lm.encode_prompt(obs, env.max_action_tokens)[0])
             texts.append(env.expert())
-            obs, _, terminated, truncated, _ = env.step(texts[-1])
+            slip = rng.random() < args.demo_noise
+            obs, _, terminated, truncated, _ = env.step(texts[rng.integers(len(texts))] if slip else texts[-1])
             done = terminated or truncated
     return [Step(s, o["trunk"], o["ids"]) for s, o in zip(states, demonstrated(lm, states, texts), strict=True)]
 
@@ -931,9 +961,10 @@ def set_up(argv) -> Learner:
     L = Learner(args, lm, Optimizer(lm.params("policy"), args.warmup_lr), scorer, Replay(args), run, stop)
     if args.eval_only:
         L.restore("best", weights_only=True)
-    elif resumed and (folder / "checkpoints").exists():
+    elif resumed and any((folder / "checkpoints" / name).exists() for name in ("last", "last.prev")):
         L.restore()
     elif resumed:
+        print("no checkpoint was finished yet: starting over")
         run.rewind({"metrics.jsonl": 0, "episodes.jsonl": 0})
     print(f"{args.algo} on {args.env}, run folder {folder}\n{lm.describe()['summary']}")
     low, high = env.return_bounds
@@ -979,8 +1010,10 @@ def main(argv=None) -> int:
         episodes, stats, _ = rollout(lm, args, "train", tasks, temperature=args.temperature, key=(args.seed, version),
                                      version=version, stop=stop)  # fmt: skip
         steps = [s for e in episodes for s in e]
-        if stop or not steps:
+        if stop:
             break
+        if not steps:
+            raise UserError(f"every episode of iteration {version} was dropped: the environment {args.env} fails")
         clock.lap("collect")
         fill_logprobs(lm, steps, "policy", "logp", args)  # π_old by the training forward: ρ starts at 1
         fill_logprobs(lm, steps, "ref", "ref_logp", args)

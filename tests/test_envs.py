@@ -265,7 +265,7 @@ def test_cookie_banner_blocks_until_accepted():
     obs, reward, _, _, info = env.step(first)
     assert f"{env.shop.words['cookies']} first" in obs and info["valid"] and reward == 0.0
     assert env.step(first)[1] == -0.01
-    assert env.expert() == accept
+    assert env.expert() == accept.replace('"', "")
     assert "Buttons" not in env.step(accept)[0]
     assert f"Page: {env.shop.nouns[0]}s |" in env.step(first)[0]
 
@@ -294,7 +294,7 @@ def test_cheapest_is_cheapest_and_in_sight_at_the_end():
     assert len(prices) in (2, 3) and min(prices, key=prices.get) == env.shop.answer
     last_obs, last_action = finish(env)[2][-1]
     assert all(f"{name} ${price:.2f}" in last_obs for name, price in prices.items())
-    assert last_action == f'answer "{env.shop.answer}"'
+    assert last_action == f"answer {env.shop.answer}"
 
 
 def test_wrong_product_or_password_is_no_success():

@@ -1248,11 +1248,12 @@ def interrupted(tmp_path_factory):
     return folder, log
 
 
-METRICS = """env_steps iter stage train/success train/return train/ep_len eval/success eval/ep_len policy/pg_loss
+METRICS = """
+env_steps iter stage train/success train/return train/ep_len eval/success eval/ep_len policy/pg_loss
 policy/approx_kl policy/ref_kl policy/entropy policy/clip_frac policy/first_ratio_dev policy/sampler_gap
-policy/grad_norm adv/mean adv/std
-score/mse_train score/mse_val rollout/invalid_rate rollout/truncated_frac rollout/cut_frac perf/env_steps_per_s
-perf/update_tokens_per_s perf/peak_rss_mb""".split()
+policy/grad_norm adv/mean adv/std score/mse_train score/mse_val rollout/invalid_rate rollout/truncated_frac
+rollout/cut_frac perf/env_steps_per_s perf/update_tokens_per_s perf/peak_rss_mb
+""".split()
 
 
 @pytest.mark.e2e

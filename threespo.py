@@ -233,7 +233,7 @@ class PromptScorer:
         with self.lm.adapter(None):
             for rows in token_batches([len(h) for h in trunks], self.args.micro_tokens):
                 features = last_hidden(self.lm, [trunks[i] for i in rows])  # (b, D)
-                probs = self.lm.head(features).float()[:, self.digits].softmax(-1)  # (b, 10)
+                probs = self.lm.logits(features)[:, self.digits].softmax(-1)  # (b, 10)
                 rating = probs @ torch.arange(10.0, device=probs.device)  # (b,) 0..9
                 out[rows] = (rating / 4.5 - 1).cpu().numpy()
         return out
@@ -279,7 +279,7 @@ def token_logprobs(lm: LM, steps, temperature: float) -> tuple[torch.Tensor, tor
     places = [len(s.state) - 1 + j for s in steps for j in range(len(s.action))]
     cols = torch.tensor(places, device=hidden.device)  # (N,)
     actions = torch.tensor([a for s in steps for a in s.action], device=hidden.device)  # (N,)
-    logits = lm.head(hidden[rows, cols].contiguous()).float() / temperature  # (N, V)
+    logits = lm.logits(hidden[rows, cols]) / temperature  # (N, V)
     log_probs = logits.log_softmax(-1)  # (N, V)
     entropy = -(log_probs.exp() * log_probs).sum(-1)  # (N,) over the vocabulary
     return log_probs.gather(1, actions[:, None])[:, 0], entropy

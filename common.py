@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 
@@ -56,8 +56,7 @@ def parse_args(cls, argv=None):
 
     comments = dict(re.findall(r"^    (\w+):[^#\n]*#\s*(.+)$", inspect.getsource(cls), re.M))
     for field in fields(cls):
-        default = "" if field.default is MISSING else f" [default: {field.default}]"
-        field.metadata = MappingProxyType({"help": (comments[field.name] + default).replace("%", "%%")})
+        field.metadata = MappingProxyType({"help": comments[field.name].replace("%", "%%")})
     parser = HfArgumentParser(cls, description=sys.modules[cls.__module__].__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
     argv = sys.argv[1:] if argv is None else list(argv)

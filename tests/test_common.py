@@ -873,7 +873,7 @@ def test_help_explains_every_field(capsys):
         common.parse_args(Args, ["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert error.value.code == 0
-    for part in ("--model", "which model (100% plain text)", "rank [units]", "be fast", "a rate", "[default: 0.001]"):
+    for part in ("--model", "which model (100% plain text)", "rank [units]", "be fast", "a rate", "(default: 0.001)"):
         assert part in text
 
 

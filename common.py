@@ -777,7 +777,6 @@ class Run:
         if not resume:
             write_atomic(self.folder / "config.json", json.dumps(config, indent=1))
         self.tracker = make_tracker(track, self.folder, config)
-        self.started = time.time()
 
     def log(self, metrics: dict):
         """Append one line to metrics.jsonl (non-finite numbers become null) and hand it to the tracker."""

@@ -55,7 +55,7 @@ class Args:
     resume: str = ""  # continue the run in this folder with the flags it was started with
     eval_only: str = ""  # evaluate the best checkpoint of this run folder on the test tasks and stop
     algo: Literal["3spo", "ppo", "bc"] = "3spo"  # ppo: no score pre-training, no replay; bc: stop after the warm-up
-    preset: Literal["default", "quick"] = "default"  # quick: every stage within 5 minutes, to see the machinery
+    preset: Literal["default", "quick"] = "default"  # quick: every stage with small numbers, to see the machinery
     total_env_steps: int = 2000  # environment steps of the stages score and 3spo together
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks

@@ -4,7 +4,7 @@ sampling, padding, optimiser with fp32 masters, seeding, run folders, checkpoint
 Nothing here changes the learning signal: rollout, losses, GAE, buffer and evaluator stand in each algorithm file.
 `python common.py` prints what this machine can run.
 
-Shapes: B batch, T padded tokens, D hidden size, V vocabulary, N flat action tokens of a batch.
+Shapes: B batch, T tokens, D hidden size, V vocabulary, N flat action tokens of a batch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -55,8 +55,8 @@ def parse_args(cls, argv=None):
     from transformers import HfArgumentParser
 
     comments = dict(re.findall(r"^    (\w+):[^#\n]*#\s*(.+)$", inspect.getsource(cls), re.M))
-    for field in fields(cls):
-        field.metadata = MappingProxyType({"help": comments[field.name].replace("%", "%%")})
+    for entry in fields(cls):
+        entry.metadata = MappingProxyType({"help": comments[entry.name].replace("%", "%%")})
     parser = HfArgumentParser(cls, description=sys.modules[cls.__module__].__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -76,6 +76,12 @@ def apply_defaults(args, overrides: dict):
     for name, value in changed.items():
         setattr(args, name, value)
     return changed
+
+
+def algorithm_name(args) -> str:
+    """What a run is called: --algo where a file has one, else the file (module) that defines its Args."""
+    file = getattr(sys.modules[type(args).__module__], "__file__", None) or sys.argv[0]
+    return getattr(args, "algo", Path(file).stem)
 
 
 def settle_args(args, tuned: dict) -> tuple[Path, bool]:
@@ -105,10 +111,29 @@ def settle_args(args, tuned: dict) -> tuple[Path, bool]:
         if getattr(args, name) == value:
             apply_defaults(args, overrides)
     short = args.model.rstrip("/").split("/")[-1].lower()
-    algo = getattr(args, "algo", Path(sys.argv[0]).stem)
+    algo = algorithm_name(args)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     args.out = args.out or f"runs/{algo}__{args.env.replace('/', '-')}__{short}__s{args.seed}__{stamp}"
     return Path(args.out), False
+
+
+LIMITS = {  # (lowest, highest) value of a flag a run can use
+    (1, math.inf): "total_env_steps eval_every eval_episodes val_episodes demos warmup_epochs episodes_per_iter "
+                   "minibatch warmup_minibatch score_minibatch",
+    (0, math.inf): "target_kl score_episodes random_episodes score_epochs score_passes policy_passes kl_coef ent_coef "
+                   "score_entropy",
+    (0, 1): "gamma gae_lambda policy_lr score_lr warmup_lr demo_noise priority_alpha priority_beta rollback_drop",
+    (16, math.inf): "micro_tokens", (1e-6, math.inf): "adv_clip", (1e-3, 10): "temperature", (1e-6, 1): "clip_eps",
+    (1, 1024): "lora_rank", (1, 1000): "replay_iters", (1, 4096): "num_envs",
+}  # fmt: skip
+
+
+def check_limits(args):
+    """A value outside LIMITS is a UserError, in one line."""
+    for (low, high), names in LIMITS.items():
+        for name in names.split():
+            if hasattr(args, name) and not low <= getattr(args, name) <= high:
+                raise UserError(f"--{name} {getattr(args, name)}: expected {low} to {high}")
 
 
 def run_config(folder: Path) -> dict | None:
@@ -298,7 +323,7 @@ def load_model(name, *, seed=0, device="auto", dtype="auto", load_4bit=True, lor
     compute = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
     quant = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                                bnb_4bit_compute_dtype=compute) if load_4bit else None  # fmt: skip
-    attention = "eager" if device == "cpu" else "sdpa"  # bf16 SDPA is slow on CPU; on CUDA it is the fused kernel
+    attention = "eager" if device == "cpu" else "sdpa"  # the kind of mask `generate` needs; see `segment_attention`
     options = dict(dtype=compute, attn_implementation=attention, device_map={"": device}, quantization_config=quant)
     path = smollm2_path() if name == "smollm2" else name
     with quiet_stderr():
@@ -334,6 +359,8 @@ def load_model(name, *, seed=0, device="auto", dtype="auto", load_4bit=True, lor
     for key, param in peft_model.named_parameters():
         if "lora_" in key:
             param.data = param.data.to(compute)
+    _lean_lora(peft_model)
+    keep_freed_memory()
     dense = _fix_4bit_on_cpu(model, compute, dense_cache) if load_4bit and device == "cpu" else False
     return LM(peft_model, tokenizer, first, compute, device, gradient_checkpointing, adapters, dense)
 
@@ -345,6 +372,27 @@ def _no_dropout(model):
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
+
+
+def _lean_lora(peft_model):
+    """y = W x + s B (A x) in three products: peft's clone, casts and separate scaling took a tenth of an update."""
+    from peft.tuners.lora import LoraLayer
+
+    def forward_of(layer):
+        def forward(x):
+            y = layer.base_layer(x)
+            if layer.disable_adapters:
+                return y
+            name = layer.active_adapters[0]
+            a, b = layer.lora_A[name].weight, layer.lora_B[name].weight  # (r, in), (out, r)
+            low = x.reshape(-1, x.shape[-1]) @ a.T  # (tokens, r)
+            return torch.addmm(y.reshape(-1, y.shape[-1]), low, b.T, alpha=layer.scaling[name]).view(y.shape)
+
+        return forward
+
+    for layer in peft_model.modules():
+        if isinstance(layer, LoraLayer):
+            layer.forward = forward_of(layer)
 
 
 def _fix_4bit_on_cpu(model, compute, dense_cache: bool) -> bool:
@@ -396,6 +444,90 @@ def quiet_stderr():
         logging.disable(logging.NOTSET)
 
 
+class _Pad(torch.autograd.Function):
+    """(N, H, d) -> (B T, H, d). Slots behind a sequence repeat its row 0: no real token sees them, so no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, sources, places):
+        ctx.save_for_backward(places)
+        return x.index_select(0, sources)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _Flatten(torch.autograd.Function):
+    """(B T, H, d) -> (N, H, d): the inverse of _Pad."""
+
+    @staticmethod
+    def forward(ctx, x, places):
+        ctx.save_for_backward(places)
+        ctx.slots = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.new_zeros(ctx.slots, *grad.shape[1:]).index_copy_(0, ctx.saved_tensors[0], grad), None
+
+
+class Segments:
+    """Sequences of different lengths laid end to end in one row: every layer but attention sees no padding at all."""
+
+    def __init__(self, lengths, device):
+        self.lengths = list(lengths)
+        self.ends = np.cumsum(self.lengths)  # (B,)
+        self.starts = self.ends - self.lengths  # (B,) first row of each sequence
+        self.width = max(self.lengths)
+        slot = torch.arange(self.width)[None]  # (1, T)
+        length = torch.tensor(self.lengths)[:, None]  # (B, 1)
+        first = torch.as_tensor(self.starts)[:, None]
+        real = slot < length  # (B, T)
+        self.places = real.flatten().nonzero()[:, 0].to(device)  # (N,) slot of each flat token
+        self.sources = torch.where(real, first + slot, first).flatten().to(device)  # (B T,) flat token of each slot
+        self.positions = slot.expand_as(real)[real][None].to(device)  # (1, N)
+        self.causal = None  # (T, T), added to the scores; the fused kernel of CUDA needs none
+        if torch.device(device).type == "cpu":
+            self.causal = torch.full((self.width, self.width), -math.inf).triu(1)
+
+    def pad(self, x):
+        """(1, H, N, d) -> (B, H, T, d)."""
+        x = _Pad.apply(x[0].transpose(0, 1), self.sources, self.places)  # (B T, H, d)
+        return x.view(len(self.lengths), self.width, *x.shape[1:]).transpose(1, 2)
+
+    def flat(self, x):
+        """(B, T, H, d) -> (1, N, H, d), the padding dropped."""
+        return _Flatten.apply(x.reshape(-1, *x.shape[2:]), self.places)[None]
+
+
+def segment_attention(module, query, key, value, attention_mask, scaling, segments=None, **options):
+    """Causal grouped-query attention for transformers' attention interface; with `segments` each sequence by itself.
+
+    query (B, H, T, d), key and value (B, G, S, d); with segments B = 1 and T = S = N flat tokens. Returns (B, T, H, d).
+    On CUDA the fused kernel. On CPU written out: bf16 SDPA is slow there, and keys need not be repeated for each head.
+    """
+    if options.get("sliding_window") or options.get("softcap"):
+        raise UserError("models with sliding-window or soft-capped attention are not supported")
+    if segments is not None:
+        query, key, value = segments.pad(query), segments.pad(key), segments.pad(value)
+        attention_mask = segments.causal  # right padding lies in the future of every real token
+    (b, h, t, d), (g, s) = query.shape, key.shape[1:3]
+    if query.is_cuda:
+        mask = None if segments is not None else attention_mask
+        causal = segments is not None and t > 1
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scaling,
+                                             enable_gqa=h != g)  # (B, H, T, d)  # fmt: skip
+    else:
+        scores = (query.reshape(b, g, h // g * t, d) * scaling) @ key.transpose(2, 3)  # (B, G, H/G T, S)
+        scores = scores.view(b, g, h // g, t, s).float()
+        if attention_mask is not None:  # (T, S), or (B, 1, T, S) from `generate`
+            scores = scores + (attention_mask[:, None] if attention_mask.dim() == 4 else attention_mask)
+        weights = scores.softmax(-1).to(value.dtype).view(b, g, h // g * t, s)
+        out = (weights @ value).view(b, h, t, d)
+    out = out.transpose(1, 2)  # (B, T, H, d)
+    return (segments.flat(out) if segments is not None else out), None
+
+
 class LM:
     """One frozen base model with several named LoRA adapters on its upper layers.
 
@@ -416,9 +548,13 @@ class LM:
         self.eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else np.atleast_1d(eos)[0]
         self.eos_ids = {int(i) for i in np.atleast_1d(eos)} | {int(self.eos_id)}
         self.max_positions = causal.config.max_position_embeddings
+        from transformers import AttentionInterface
+
+        AttentionInterface.register("segments", segment_attention)
         self.lower = self._slice(causal.model, 0, first)
         self.upper = self._slice(causal.model, first, self.num_layers)
         self.lower.norm = torch.nn.Identity()
+        causal.config._attn_implementation = "segments"  # read by the layers; the two slices keep theirs, for masks
         for index, layer in enumerate(self.upper.layers):
             layer.self_attn.layer_idx = index  # each half has a KV cache of its own
         self.gradient_checkpointing = gradient_checkpointing
@@ -508,18 +644,32 @@ class LM:
 
     # --- forward passes
 
+    def _run(self, part, segments: Segments, cache=None, **inputs) -> torch.Tensor:
+        """One pass of a slice over flat tokens -> (N, D)."""
+        no_mask = torch.zeros(1, 1, 1, 1, device=self.device)  # a 4-D mask is passed on as it is; attention ignores it
+        options = dict(position_ids=segments.positions, attention_mask=no_mask, use_cache=cache is not None)
+        return part(**inputs, **options, cache=cache, segments=segments).last_hidden_state[0]
+
     @torch.no_grad()
     def trunk(self, sequences: list[list[int]], batch_tokens: int = 4096) -> list[torch.Tensor]:
         """Output of the frozen lower layers for each id sequence: a list of (T_i, D) tensors on the CPU."""
         out = [None] * len(sequences)
         for batch in token_batches([len(s) for s in sequences], batch_tokens):
-            ids = torch.zeros(len(batch), max(len(sequences[i]) for i in batch), dtype=torch.long)  # (B, T)
-            for row, i in enumerate(batch):
-                ids[row, : len(sequences[i])] = torch.tensor(sequences[i])
-            hidden = self.lower(input_ids=ids.to(self.device), use_cache=False).last_hidden_state  # (B, T, D)
-            for row, i in enumerate(batch):
-                out[i] = hidden[row, : len(sequences[i])].to("cpu", copy=True)
+            segments = Segments([len(sequences[i]) for i in batch], self.device)
+            ids = torch.tensor([t for i in batch for t in sequences[i]], device=self.device)[None]  # (1, N)
+            hidden = self._run(self.lower, segments, input_ids=ids).to("cpu")  # (N, D)
+            for i, rows in zip(batch, hidden.split(segments.lengths), strict=True):
+                out[i] = rows.clone()
         return out
+
+    def top(self, trunks: list[torch.Tensor]) -> tuple[torch.Tensor, np.ndarray]:
+        """Adapted upper layers on trunk outputs [(T_i, D)], laid end to end.
+
+        Returns the hidden states after the final norm (N, D), N = sum of T_i, and the first row of each sequence (B,).
+        """
+        segments = Segments([len(h) for h in trunks], self.device)
+        embeds = torch.cat(trunks).to(self.device, self.compute)[None]  # (1, N, D)
+        return self._run(self.upper, segments, inputs_embeds=embeds), segments.starts
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Output matrix on (N, D) hidden states -> (N, V) in fp32.
@@ -530,17 +680,6 @@ class LM:
         if self.head_fp32 is not None:
             return F.linear(hidden.float(), self.head_fp32)
         return self.head(hidden.contiguous()).float()
-
-    def top(self, trunks: list[torch.Tensor]) -> torch.Tensor:
-        """Adapted upper layers on trunk outputs [(T_i, D)], right-padded -> (B, T, D), final norm included.
-
-        Attention is causal, so right padding can reach no real position and no mask is needed.
-        """
-        width = max(len(h) for h in trunks)
-        embeds = torch.zeros(len(trunks), width, self.hidden_size, dtype=self.compute)  # (B, T, D)
-        for row, h in enumerate(trunks):
-            embeds[row, : len(h)] = h
-        return self.upper(inputs_embeds=embeds.to(self.device), use_cache=False).last_hidden_state
 
     def generate_greedy(self, prompts: list[list[int]], max_new_tokens: int, memo: dict):
         """`generate` at temperature 0, each distinct prompt once: an agent stuck in a loop costs nothing."""
@@ -555,26 +694,24 @@ class LM:
 
         Returns a list of dicts: ids (sampled ids, EOS included when sampled), logps (log-probs at this temperature),
         finish ("eos" | "length"), trunk ((T+n-1, D): trunk output of the prompt and all but the last sampled id).
-        Finished rows leave the batch. Padding is on the left, masked, with positions counted from the first real token.
+        Finished rows leave the batch. The prompts go through the very code that trains on them, without padding; for
+        the steps after them the key-value caches are padded behind each prompt, masked, and positions skip the padding.
         """
         from transformers import DynamicCache
 
-        rows, width = len(prompts), max(len(p) for p in prompts)
-        ids = torch.zeros(rows, width, dtype=torch.long)
-        mask = torch.zeros(rows, width, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
-        ids, mask = ids.to(self.device), mask.to(self.device)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)  # (B, T)
+        segments = Segments([len(p) for p in prompts], self.device)
+        lengths = torch.tensor(segments.lengths, device=self.device)  # (B,)
         caches = DynamicCache(config=self.lower.config), DynamicCache(config=self.upper.config)
-        out = [dict(ids=[], logps=[], finish="length", trunk=[]) for _ in prompts]
-        alive = list(range(rows))
+        ids = torch.tensor([t for p in prompts for t in p], device=self.device)[None]  # (1, N)
+        low = self._run(self.lower, segments, caches[0], input_ids=ids)  # (N, D)
+        high = self._run(self.upper, segments, caches[1], inputs_embeds=low[None])[segments.ends - 1]  # (B, D)
+        for layer in (layer for cache in caches for layer in cache.layers if cache.get_seq_length()):
+            layer.keys, layer.values = segments.pad(layer.keys), segments.pad(layer.values)  # (B, G, T, d)
+        mask = (torch.arange(segments.width, device=self.device) < lengths[:, None]).long()  # (B, T)
+        out = [dict(ids=[], logps=[], finish="length", trunk=[h.clone()]) for h in low.cpu().split(segments.lengths)]
+        alive = list(range(len(prompts)))
         for step in range(max_new_tokens):
-            shared = dict(attention_mask=mask, position_ids=positions, use_cache=True)
-            low = self.lower(input_ids=ids, cache=caches[0], **shared).last_hidden_state  # (B, T, D)
-            high = self.upper(inputs_embeds=low, cache=caches[1], **shared).last_hidden_state
-            logits = self.logits(high[:, -1])  # (B, V)
+            logits = self.logits(high)  # (B, V)
             logps = (logits / (temperature or 1.0)).log_softmax(-1)
             if temperature:
                 cdf = logps.exp().cumsum(-1)  # (B, V); inverse-CDF sampling: one random number a row
@@ -583,28 +720,29 @@ class LM:
             else:
                 chosen = logits.argmax(-1)
             picked = logps.gather(1, chosen[:, None])[:, 0].tolist()
-            low = low.to("cpu")
             keep = []
             for slot, (row, token) in enumerate(zip(alive, chosen.tolist(), strict=True)):
-                entry = out[row]
-                entry["trunk"].append(low[slot, -len(prompts[row]) :] if step == 0 else low[slot])
-                entry["ids"].append(token)
-                entry["logps"].append(picked[slot])
+                out[row]["ids"].append(token)
+                out[row]["logps"].append(picked[slot])
                 if token in self.eos_ids:
-                    entry["finish"] = "eos"
+                    out[row]["finish"] = "eos"
                 else:
                     keep.append(slot)
             if not keep or step == max_new_tokens - 1:
                 break
-            index = torch.tensor(keep, device=self.device)
             if len(keep) < len(alive):
+                index = torch.tensor(keep, device=self.device)
                 for cache in caches:
                     if cache.get_seq_length():
                         cache.batch_select_indices(index)
                 alive = [alive[slot] for slot in keep]
-            ids = chosen[index][:, None]
-            mask = torch.cat([mask[index], mask.new_ones(len(keep), 1)], 1)
-            positions = positions[index, -1:] + 1
+                chosen, mask, lengths = chosen[index], mask[index], lengths[index]
+            mask = torch.cat([mask, mask.new_ones(len(keep), 1)], 1)
+            shared = dict(attention_mask=mask, position_ids=lengths[:, None] + step, use_cache=True)
+            low = self.lower(input_ids=chosen[:, None], cache=caches[0], **shared).last_hidden_state  # (B, 1, D)
+            high = self.upper(inputs_embeds=low, cache=caches[1], **shared).last_hidden_state[:, 0]  # (B, D)
+            for row, h in zip(alive, low.cpu(), strict=True):
+                out[row]["trunk"].append(h)
         for entry in out:
             entry["trunk"] = torch.cat(entry["trunk"])
         del caches, low, high, logits, logps
@@ -613,14 +751,19 @@ class LM:
 
 
 def token_batches(lengths, budget: int) -> list[list[int]]:
-    """Indices grouped so that (rows x longest) stays within `budget` tokens; similar lengths go together."""
+    """Indices grouped so that a group has at most `budget` tokens (at least one row); similar lengths go together.
+
+    Attention pads to the longest: a group whose padding would exceed its tokens (one long state, many short) is split.
+    """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    batches, current = [], []
+    batches, current, tokens = [], [], 0
     for i in order:
-        if current and (len(current) + 1) * lengths[i] > budget:
+        padded = (len(current) + 1) * lengths[i]
+        if current and (tokens + lengths[i] > budget or padded > 2 * budget):
             batches.append(current)
-            current = []
+            current, tokens = [], 0
         current.append(i)
+        tokens += lengths[i]
     return batches + [current] if current else batches
 
 
@@ -629,10 +772,11 @@ class Optimizer:
     """AdamW on fp32 master copies of the parameters (bf16 LoRA weights would lose small updates).
 
     `step` clips the gradient norm, refuses a non-finite one (returns None and counts), and raises RunError after
-    MAX_BAD_STEPS refusals in a row. `rate(progress)` is a linear warm-up followed by a cosine to a tenth.
+    MAX_BAD_STEPS refusals in a row. `rate(progress)`: linear warm-up over the first `warmup` updates (Adam's second
+    moments need as many), times a cosine of the stage's progress (0 to 1) that ends at a tenth.
     """
 
-    def __init__(self, params: dict, lr: float, warmup: float = 0.05, weight_decay: float = 0.0,
+    def __init__(self, params: dict, lr: float, warmup: int = 8, weight_decay: float = 0.0,
                  max_grad_norm: float = 1.0):  # fmt: skip
         self.params, self.lr, self.warmup, self.max_grad_norm = params, lr, warmup, max_grad_norm
         self.master = {k: p.detach().to(torch.float32).clone().requires_grad_() for k, p in params.items()}
@@ -640,12 +784,12 @@ class Optimizer:
         self.scale, self.skipped, self.bad_in_a_row, self.steps = 1.0, 0, 0, 0
 
     def rate(self, progress: float) -> float:
-        ramp = min(1.0, (progress + 1e-3) / self.warmup) if self.warmup else 1.0
+        ramp = min(1.0, (self.steps + 1) / self.warmup)
         return self.lr * self.scale * ramp * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress))))
 
     def restart(self, lr: float):
         """Begin a new stage: another rate, moments forgotten, weights kept."""
-        self.lr, self.adam.state = lr, type(self.adam.state)(dict)
+        self.lr, self.steps, self.adam.state = lr, 0, type(self.adam.state)(dict)
 
     def zero_grad(self):
         for param in self.params.values():
@@ -826,6 +970,16 @@ def make_tracker(kind: str, folder: Path, config: dict):
         raise UserError(f"--track {kind} needs a package: pip install {kind}") from None
 
 
+def keep_freed_memory():
+    """Tell glibc to reuse freed activations: handing each back and faulting it in anew took a quarter of an update."""
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in ((-3, 2**30), (-1, 2**31 - 1), (-2, 2**26)):  # thresholds of mmap and trim, heap growth
+            mallopt(option, value)
+
+
 def release_memory():
     """Give freed memory back to the system between phases: glibc would keep a GiB of activations (no-op elsewhere)."""
     import ctypes
@@ -860,7 +1014,215 @@ def peak_memory() -> dict:
     return {"peak_rss_mb": round(rss, 1), "peak_gpu_mb": round(gpu, 1)}
 
 
+# ------------------------------------------------------------------------------------- what the stages of a run share
+def open_run(args, folder: Path, resumed: bool, adapters, file: str) -> tuple[LM, Run]:
+    """Load the model with its adapters, then open the run folder with a config.json of what is used."""
+    names = "seed", "device", "dtype", "load_4bit", "lora_rank", "lora_layers", "gradient_checkpointing"
+    lm = load_model(args.model, adapters=adapters, **{k: getattr(args, k) for k in names})
+    config = {"algorithm_file": Path(file).name, **asdict(args), "used": lm.describe(), "versions": versions()}
+    run = Run(folder, config, args.track, args.overwrite, resume=resumed)
+    print(f"{algorithm_name(args)} on {args.env}, run folder {folder}\n{lm.describe()['summary']}")
+    return lm, run
+
+
+class EnvPool:
+    """Environments in lockstep. Whatever a user's environment raises costs that episode, not the run.
+
+    make() -> a new environment. errors are counted in `stats["env_errors"]`; ten in a row are a UserError.
+    """
+
+    def __init__(self, make, name: str, stats):
+        self.make, self.name, self.stats = make, name, stats
+        self.free, self.in_a_row = [], 0
+
+    def attempt(self, task, call):
+        """`call()`, or None if it raised: the episode is dropped and counted."""
+        try:
+            result = call()
+        except Exception as error:
+            self.stats["env_errors"] += 1
+            self.in_a_row += 1
+            cause = f"{type(error).__name__}: {error}"
+            print(f"\nwarning: {self.name} task {task}: {cause}; episode dropped", file=sys.stderr)
+            if self.in_a_row >= 10:
+                raise UserError(f"10 environment errors in a row in {self.name}, the last: {cause}") from error
+            return None
+        return result
+
+    def begin(self, task) -> list[SimpleNamespace]:
+        """The episode of `task` (task, env, obs, info, steps, texts) in a list; an empty one if it could not begin."""
+
+        def reset():
+            env = self.free.pop() if self.free else self.make()
+            obs, info = env.reset(seed=task)
+            return [SimpleNamespace(task=task, env=env, obs=str(obs), info=info, steps=[], texts=[])]
+
+        return self.attempt(task, reset) or []
+
+    def step(self, episode, text: str):
+        """One checked step: (reward, terminated, truncated, valid, success, cut), or None if the episode is lost."""
+
+        def step():
+            obs, reward, terminated, truncated, info = episode.env.step(text)
+            if not math.isfinite(reward):
+                raise ValueError(f"reward is {reward}")
+            episode.obs, episode.info = str(obs), info
+            flags = (terminated, truncated and not terminated, info["valid"], info["success"], info.get("cut"))
+            return float(reward), *map(bool, flags)
+
+        result = self.attempt(episode.task, step)
+        self.in_a_row = 0 if result else self.in_a_row
+        return result
+
+    def legal(self, episode) -> list[str] | None:
+        return self.attempt(episode.task, episode.env.legal_actions)
+
+
+@dataclass
+class Progress:
+    """Where a run stands: everything a resumed run needs beside the weights and the ring (all of it JSON)."""
+
+    stage: str = "warmup"
+    iteration: int = 0  # within the stage
+    env_steps: int = 0
+    episodes: int = 0
+    stage_start: int = 0  # environment steps when the present stage began
+    best: float = -1.0
+    below: int = 0  # evaluations in a row far below the best
+    rollbacks: int = 0
+    score_best: float = math.inf
+    score_constant: float = 0.0
+    wall_s: float = 0.0
+    env_seconds: float = 0.0
+    tested: dict = field(default_factory=dict)  # stage -> test result and wall_s
+    finished: bool = False
+
+
+class Checkpoints:
+    """Saves and restores a run as one piece: optimisers with fp32 masters, reference, ring, counters, log sizes.
+
+    optimizers: {name: Optimizer}; replay.iterations: lists of steps of dataclass `step`.
+    """
+
+    def __init__(self, run: Run, lm: LM, optimizers: dict, replay, step, p: Progress):
+        self.run, self.lm, self.optimizers, self.replay, self.step, self.p = run, lm, optimizers, replay, step, p
+        self.started = time.time()
+
+    def log(self, row: dict):
+        self.run.log({"env_steps": self.p.env_steps, "iter": self.p.iteration, "stage": self.p.stage, **row})
+
+    def wall_s(self) -> float:
+        return self.p.wall_s + time.time() - self.started
+
+    def record_test(self, stage: str, result: dict, traces: list[dict]):
+        """Keep a test result in Progress (summary.json), its trajectories in episodes.jsonl, and print a line."""
+        self.run.episodes([dict(stage=stage, split="test", **trace) for trace in traces])
+        self.p.tested[stage] = dict(wall_s=round(self.wall_s(), 1), test=result)
+        low, high = result["ci95"]
+        print(f"test after {stage}: {100 * result['success']:.1f}% of {result['episodes']} held-out tasks", end=" ")
+        print(f"(95% CI {100 * low:.0f}-{100 * high:.0f}), {100 * result['invalid_rate']:.1f}% illegal actions")
+
+    def record_validation(self, result: dict) -> dict:
+        """Print a line; returns the result as metrics."""
+        where = f"[{self.p.stage} {self.p.iteration}] env steps {self.p.env_steps}"
+        print(f"\n{where}: validation success {100 * result['success']:.1f}%")
+        return {f"eval/{k}": result[k] for k in ("success", "ep_len", "invalid_rate")}
+
+    def resume(self, eval_only: str, resumed: bool):
+        """Continue where the run folder stands: its best weights to evaluate, its last state to train on."""
+        folder = self.run.folder / "checkpoints"
+        if eval_only:
+            self.restore("best", weights_only=True)
+        elif resumed and any((folder / name / "state.json").exists() for name in ("last", "last.new", "last.prev")):
+            self.restore()
+        elif resumed:
+            print("no checkpoint was finished yet: starting over")
+            self.run.rewind({"metrics.jsonl": 0, "episodes.jsonl": 0})
+
+    def save(self, name: str = "last"):
+        """Write checkpoints/<name>; the ring goes into `last` alone."""
+        self.p.wall_s, self.started = self.wall_s(), time.time()
+        tensors, numbers, rows = {f"ref.{k}": v for k, v in self.lm.params("ref").items()}, {}, []
+        for key, optimizer in self.optimizers.items():
+            own, numbers[key] = optimizer.state(key)
+            tensors |= own
+        if name == "last":
+            tensors |= pack_steps(self.replay.steps)[0]
+            rows = [pack_steps(steps)[1] for steps in self.replay.iterations]
+        state = dict(progress=asdict(self.p), numbers=numbers, ring=rows, marks=self.run.marks())
+        save_checkpoint(self.run.folder / "checkpoints" / name, tensors, state)
+
+    def restore(self, name: str = "last", weights_only: bool = False):
+        """Load checkpoints/<name>; `weights_only` keeps ring, counters and logs as they are (rollback, test)."""
+        tensors, state = load_checkpoint(self.run.folder / "checkpoints" / name)
+        for key, optimizer in self.optimizers.items():
+            optimizer.load(key, tensors, state["numbers"][key])
+        with torch.no_grad():
+            for key, param in self.lm.params("ref").items():
+                param.copy_(tensors[f"ref.{key}"])
+        if not weights_only:
+            steps = iter(unpack_steps(self.step, tensors, [row for rows in state["ring"] for row in rows]))
+            self.replay.iterations = [[next(steps) for _ in rows] for rows in state["ring"]]
+            vars(self.p).update(state["progress"])
+            self.run.rewind(state["marks"])
+
+
+def pack_steps(steps: list) -> tuple[dict, list]:
+    """The ring as a few flat tensors and a JSON list; `unpack_steps` is its inverse, bit for bit."""
+    parts, rows = {}, []
+    for step in steps:
+        for name, value in vars(step).items():
+            if isinstance(value, torch.Tensor):
+                parts.setdefault(f"ring.{name}", []).append(value)
+        row = {k: v for k, v in vars(step).items() if not isinstance(v, torch.Tensor)}
+        rows.append(row | {"lengths": {k: len(v) for k, v in vars(step).items() if isinstance(v, torch.Tensor)}})
+    return {k: torch.cat(v) for k, v in parts.items()}, rows
+
+
+def unpack_steps(kind, tensors: dict, rows: list) -> list:
+    """Objects of the dataclass `kind` from what `pack_steps` returned."""
+    used, steps = dict.fromkeys(tensors, 0), []
+    for row in rows:
+        parts = {}
+        for name, length in row["lengths"].items():
+            parts[name] = tensors[f"ring.{name}"][used[f"ring.{name}"] :][:length].clone()
+            used[f"ring.{name}"] += length
+        steps.append(kind(**({k: v for k, v in row.items() if k != "lengths"} | parts)))
+    return steps
+
+
 # --------------------------------------------------------------------------------------------------------------- report
+def spearman(a, b) -> float:
+    """Rank correlation, ties averaged; 0 when either side is constant."""
+
+    def ranks(x):
+        _, inverse, counts = np.unique(np.asarray(x, dtype=np.float64), return_inverse=True, return_counts=True)
+        return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+
+    ra, rb = ranks(a), ranks(b)
+    return float(np.corrcoef(ra, rb)[0, 1]) if ra.std() > 0 and rb.std() > 0 else 0.0
+
+
+def case_study(traces, count: int = 2) -> list[str]:
+    """Markdown for a few successes and failures: state, action, S, δS, marked at jumps and traps (article 5.3)."""
+    lines = []
+    scored = [t for t in traces if "score" in (t["steps"] or [{}])[0]]
+    for wanted in (True, False):
+        for trace in [t for t in scored if t["success"] == wanted][:count]:
+            steps = trace["steps"]
+            lines += [f"\n**{'Success' if wanted else 'Failure'}** on test task {trace['task']}:", ""]
+            lines += ["| t | state | action | reward | S(s) | change | |", "|---|---|---|---|---|---|---|"]
+            for t, row in enumerate(steps):
+                shown, mark = "", ""
+                if t + 1 < len(steps):
+                    change = steps[t + 1]["score"] - row["score"]
+                    shown, mark = f"{change:+.2f}", "jump" if change > 0.2 else "trap" if change < -0.2 else ""
+                state, action = md(row["state"], 220), md(row["action"], 80)
+                numbers = f"{row['reward']:+.2f} | {row['score']:+.2f}"
+                lines.append(f"| {t} | {state} | {action} | {numbers} | {shown} | {mark} |")
+    return lines
+
+
 def wilson(successes: int, n: int) -> list[float]:
     """95% confidence interval of a proportion (Wilson score)."""
     if n == 0:
@@ -922,8 +1284,18 @@ def health_report(rows: list[dict]) -> list[str]:
     return found or ["No symptom of the article's table was found in the logged series."]
 
 
-def finish_run(run: Run, summary: dict, sections: dict[str, list[str]]):
-    """Write summary.json, plots and report.md, and print the table of before and after with the paths."""
+def finish_run(run: Run, args, p: Progress, final: dict, sections: dict[str, list[str]]):
+    """Write summary.json, plots and report.md, and print the table of before and after with the paths.
+
+    final: the entry of p.tested that is the run's result; sections: {title: Markdown lines} of the algorithm's own.
+    """
+    rates = [r["perf/update_tokens_per_s"] for r in run.metrics() if "perf/update_tokens_per_s" in r]
+    perf = dict(env_steps_per_s=p.env_steps / max(p.env_seconds, 1e-9),
+                update_tokens_per_s=float(np.mean(rates or [0])), **peak_memory())  # fmt: skip
+    names = "env", "model", "seed", "preset"
+    summary = {"algo": algorithm_name(args), **{k: getattr(args, k) for k in names}}
+    summary |= dict(env_steps=p.env_steps, episodes=p.episodes, wall_s=round(p.wall_s, 1), rollbacks=p.rollbacks,
+                    stages=p.tested, test=final["test"], perf=perf)  # fmt: skip
     write_atomic(run.folder / "summary.json", json.dumps(summary, indent=1))
     rows = ["| after stage | success | 95% CI | mean steps | illegal actions | wall time |", "|---" * 6 + "|"]
     for stage, entry in summary["stages"].items():
@@ -969,7 +1341,7 @@ def doctor():
         print(f"matmul       {2 * 1024**3 / best / 1e9:.0f} GFLOP/s {str(dtype)[6:]} (1024 x 1024, best of 5)")
     lm = load_model("tiny", load_4bit=True, dtype="float32")
     with torch.no_grad():
-        ok = torch.isfinite(lm.top(lm.trunk([[5, 6, 7]]))).all()
+        ok = torch.isfinite(lm.top(lm.trunk([[5, 6, 7]]))[0]).all()
     print(f"4-bit (NF4)  {'works' if ok else 'FAILS'}; torch threads {torch.get_num_threads()}")
     found = (cache_dir() / "smollm2-135m-instruct" / "complete").exists()
     print(f"cache        {cache_dir()} ({'smollm2 is there' if found else 'smollm2 not fetched yet'})")

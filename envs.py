@@ -243,8 +243,8 @@ def render_state(page: Page, goal: str = "", history=(), error: str = "") -> str
     """
     lines = [f"Goal: {goal}"] if goal else []
     lines.append(f"Page: {page.title or 'untitled'}" + (f" | {page.url}" if page.url else ""))
-    if page.text:
-        lines.append(f"Text: {page.text}")
+    text = " ".join(([f"error: {error}."] if error else []) + ([page.text] if page.text else []))
+    lines += [f"Text: {text}"] if text else []  # an error looks like any page: a small model must not lose its footing
     if page.links:
         lines.append("Links: " + " | ".join(e.label for e in page.links))
     if page.buttons:
@@ -253,8 +253,6 @@ def render_state(page: Page, goal: str = "", history=(), error: str = "") -> str
         lines.append("Inputs: " + " | ".join(f"{e.label} = {e.value}" if e.value else e.label for e in page.inputs))
     if history:
         lines.append("Done: " + render_history(list(history)))
-    if error:
-        lines.append(f"Error: {error}")
     return "\n".join(lines + ["Action:"])
 
 
@@ -354,6 +352,7 @@ class Env:
     name = summary = ""
     OPTIONS: ClassVar[dict] = {}
     cut = False  # was anything in the present state shortened?
+    patience = 10**9  # so many illegal actions in a row end the episode (terminated: the state shows the count)
     max_action_tokens = 16  # generation cap: the longest legal action with SmolLM2's tokenizer, and EOS
 
     def __init__(self, seed: int = 0, split: str = "train", **options):
@@ -377,7 +376,7 @@ class Env:
     def _make(self, seed: int):
         self.task_seed = seed
         self.state = {"steps": 0, "over": False, "success": False, "valid": True, "repaired": False, "action": ""}
-        self.state |= {"error": "", "history": []}
+        self.state |= {"error": "", "history": [], "illegal": 0}
         self._begin(random.Random(f"{self.name}/{self.split}/{seed}"))
 
     def step(self, text: str):
@@ -388,6 +387,8 @@ class Env:
         s["steps"] += 1
         s.update(valid=True, repaired=False, action="", error="")
         reward, terminated = self._act(str(text))
+        s["illegal"] = 0 if s["valid"] else s["illegal"] + 1  # in a row
+        terminated = terminated or s["illegal"] >= self.patience
         truncated = not terminated and s["steps"] >= self.max_steps
         s["over"] = terminated or truncated
         return self._observe(), reward, terminated, truncated, self._info()
@@ -440,65 +441,44 @@ class Env:
 WORDS = {
     "train": {
         "looks": (
-            "red, blue, green, small, round, soft, tall, heavy, plain, bright, striped, vintage, golden, "
-            "purple, orange, brown, short, thick, thin, rough, smooth, fancy, cheap, rustic, modernist, tiny, "
-            "giant, oval, matte, shiny, padded, hollow, sturdy, elegant, antique, sporty"
+            "red, small, round, soft, tall, heavy, plain, vintage, purple, orange, brown, short, thick, "
+            "rough, smooth, fancy, cheap, tiny, matte, shiny, padded, hollow, sturdy, elegant, antique, "
+            "sporty, black, white, pink, large, slim, folding, wide, light, woven, classic"
         ),
         "stuffs": (
-            "oak, maple, steel, cotton, glass, clay, wool, bamboo, leather, marble, birch, cedar, brass, "
-            "denim, nylon, plastic, granite, stone, straw, ceramic, chrome, fleece, canvas, ebony, jute, tin, "
-            "zinc, satin"
+            "cotton, bamboo, leather, marble, birch, cedar, brass, denim, nylon, granite, stone, straw, "
+            "ceramic, fleece, canvas, ebony, jute, tin, zinc, satin, pine, copper, linen, silver, cork, "
+            "velvet, bronze, silk"
         ),
         "nouns": (
-            "lamp, chair, mug, kettle, blanket, backpack, clock, mirror, pillow, candle, bottle, table, kite, "
-            "hamper, bucket, bench, hammer, guitar, camera, carpet, curtain, plate, spoon, fork, ring, "
-            "bracelet, necklace, jar, cabinet, suitcase, tent, drum, flute, puzzle, doll, robot, shirt, "
-            "sweater, glove, boot, belt, hat, pen, pencil, eraser, folder, calendar, magnet, lantern, "
-            "toaster, blender, oven, fan, heater, speaker, keyboard, monitor, cable, charger, bicycle, rope, "
-            "saw, screwdriver"
+            "chair, mug, kettle, blanket, clock, mirror, pillow, candle, bottle, table, kite, hamper, bucket, "
+            "hammer, guitar, camera, carpet, curtain, plate, spoon, fork, bracelet, necklace, cabinet, "
+            "suitcase, tent, drum, doll, robot, shirt, sweater, glove, belt, pen, pencil, eraser, folder, "
+            "calendar, magnet, lantern, toaster, oven, fan, heater, speaker, keyboard, monitor, cable, "
+            "charger, bicycle, rope, saw, screwdriver, desk, vase, bowl, towel, jacket, notebook, tray, "
+            "scarf, sofa, ladder"
         ),
         "users": (
-            "anna, ben, carla, david, emma, frank, grace, henry, isabel, jack, karen, leo, nora, oscar, "
-            "paula, quentin, rachel, steve, tina, victor, walter, zoe, amir, bianca"
+            "anna, carla, david, emma, frank, grace, isabel, jack, karen, leo, nora, oscar, quentin, rachel, "
+            "steve, walter, zoe, amir, maria, nick, olga, peter, rosa, simon"
         ),
         "passwords": (
-            "plum, kiwi, mango, peach, olive, lemon, melon, cherry, grape, banana, apricot, papaya, coconut, "
-            "walnut tree, hazel, pepper, ginger, garlic, basil, mint, saffron, vanilla, cocoa, honey"
+            "mango, peach, olive, lemon, melon, grape, banana, apricot, papaya, walnut tree, hazel, ginger, "
+            "garlic, basil, mint, saffron, vanilla, cocoa, tiger, otter, eagle, zebra, camel, rabbit"
         ),
         "topics": (
-            "returns, warranty, gift cards, refunds, store hours, lost parcels, repairs, coupons, "
-            "shipping costs, order tracking, password reset, account deletion, student discount, "
-            "installation, batteries, allergies, pickup points, tax receipts, price match, exchange, "
-            "wrong item, late delivery, contact form, business accounts"
+            "warranty, gift cards, refunds, store hours, lost parcels, repairs, coupons, shipping costs, "
+            "password reset, account deletion, student discount, batteries, exchange, wrong item, late "
+            "delivery, contact form, business accounts, payment methods, size guide, privacy, invoices, "
+            "recycling, damaged items, complaints"
         ),
-        "home": "home, home page, front page, start, shop front, welcome page, all departments, store home",
-        "next": "next page, more results, next, more products, page down, continue list, next items, see the rest",
-        "previous": "previous page, earlier results, previous, go to page before, page up",
-        "search": (
-            "search, search box, product search, search here, find, look up, what are you looking for, search store"
+        "before": (
+            "see, view, show, open, check, get, our, all, more, full, latest, quick, main, this, live, go to, "
+            "read, find, browse, current, daily, local, online, simple, good, official, your, web, best, real, any"
         ),
-        "help": "help center, help, help topics, get help, help and support, questions, faq, assistance",
-        "login": "log in, login, log in now, user login, sign on, enter account, log in to shop, members",
-        "submit": "submit, enter, send, ok, log me in, go, done, next step",
-        "user": "user, username, your name, user id, nickname, login id",
-        "password": "password, secret word, pass word, enter password, secret",
-        "account": "my account, account, account page, user account, my profile",
-        "orders": "my orders, orders, all orders, order list, orders placed",
-        "cart": "cart, view cart, open cart, my cart, basket, shopping bag, bag, cart contents",
-        "add": "add to cart, put in cart, add this to cart, into the cart, add to bag, put in bag, move to cart",
-        "save": "save for later, add to wishlist, save, keep in mind, wishlist, like, compare, share",
-        "cookies": (
-            "accept cookies, allow cookies, accept, yes to cookies, allow all cookies, i agree, "
-            "fine with cookies, got it"
-        ),
-        "dead": "press, careers, imprint, blog, jobs, about us, team, news",
-        "ghost": "deals, gift ideas, bargains, outlet, clearance, top picks, best sellers, hot items",
-        "price": "price, cost, price tag, price info, what it costs, show price, prices, price of this",
-        "reviews": (
-            "reviews, ratings, user reviews, stars and reviews, rating, reviews by buyers, opinions, review scores"
-        ),
-        "shipping": (
-            "shipping, delivery, shipping terms, shipping time, delivery info, how it ships, delivery options, shipment"
+        "after": (
+            "page, info, details, tab, section, now, list, area, today, here, overview, link, menu, box, center, "
+            "zone, window, line, for you, and more, please"
         ),
     },
     "val": {
@@ -508,70 +488,46 @@ WORDS = {
         "users": "ivan, julia, kevin, laura",
         "passwords": "fern, tulip, daisy, lotus",
         "topics": "assembly, loyalty points, cancellations, spare parts, newsletter, bulk buying",
-        "home": "start page",
-        "next": "older items",
-        "previous": "newer items",
-        "search": "search shop",
-        "help": "support",
-        "login": "member log in",
-        "submit": "continue",
-        "user": "login name",
-        "password": "login password",
-        "account": "my page",
-        "orders": "past orders",
-        "cart": "basket contents",
-        "add": "add to basket",
-        "save": "remember this",
-        "cookies": "agree to cookies",
-        "dead": "partners",
-        "ghost": "new in",
-        "price": "see price",
-        "reviews": "read reviews",
-        "shipping": "shipping details",
+        "before": "visit, inspect, display, complete, handy",
+        "after": "corner, panel, screen, facts",
     },
     "test": {
-        "looks": "black, white, pink, large, slim, folding, wide, light, woven, classic",
-        "stuffs": "pine, copper, linen, silver, cork, velvet, bronze, silk",
-        "nouns": "desk, vase, bowl, towel, jacket, notebook, tray, scarf, sofa, ladder",
-        "users": "maria, nick, olga, peter, rosa, simon",
-        "passwords": "tiger, otter, eagle, zebra, camel, rabbit",
-        "topics": "payment methods, size guide, privacy, invoices, recycling, damaged items, complaints",
-        "home": "main page, shop home",
-        "next": "show more, following page",
-        "previous": "show previous, page before",
-        "search": "find products, search items",
-        "help": "customer help, help desk",
-        "login": "sign in, log in here",
-        "submit": "confirm, proceed",
-        "user": "user name, account name",
-        "password": "your password, passcode",
-        "account": "your account, profile",
-        "orders": "order history, your orders",
-        "cart": "shopping cart, your cart",
-        "add": "add item to cart, place in cart",
-        "save": "bookmark item, add to favorites",
-        "cookies": "accept all cookies, cookies ok",
-        "dead": "our story, investors",
-        "ghost": "special offers, trending",
-        "price": "pricing, price details",
-        "reviews": "customer reviews, buyer ratings",
-        "shipping": "shipping info, delivery terms",
+        "looks": "blue, oval, thin, striped, green, golden, bright, rustic, modernist, giant",
+        "stuffs": "clay, wool, chrome, oak, steel, plastic, glass, maple",
+        "nouns": "bench, ring, puzzle, flute, backpack, blender, hat, jar, boot, lamp",
+        "users": "victor, tina, bianca, ben, henry, paula",
+        "passwords": "plum, cherry, pepper, coconut, kiwi, honey",
+        "topics": (
+            "price match, installation, pickup points, returns, allergies, tax receipts, order tracking"
+        ),
+        "before": "look at, present, extra, newest, public, customer, shop",
+        "after": "sheet, space, portal, field, block, guide",
     },
 }
 WORDS = {split: {kind: words.split(", ") for kind, words in kinds.items()} for split, kinds in WORDS.items()}
+# A label is one of these with a word before or behind it (training shops: sometimes without). So many come out that a
+# policy cannot learn them by heart: it has to read them off the page, and the words of validation and test are its own.
+STEMS = {
+    "home": "home", "next": "next", "previous": "previous", "search": "search", "help": "help, faq", "login": "log in",
+    "submit": "submit, send", "user": "user name, user", "password": "password", "account": "account",
+    "orders": "orders", "cart": "cart", "add": "add to cart, put in cart", "save": "wishlist, share, compare",
+    "cookies": "accept cookies, allow cookies", "dead": "press, jobs, blog, careers", "ghost": "deals, outlet, gifts",
+    "price": "price", "reviews": "reviews", "shipping": "shipping",
+}  # fmt: skip
+STEMS = {kind: stems.split(", ") for kind, stems in STEMS.items()}
 TABS = ("price", "reviews", "shipping")
 # (navigation last?, tabs are buttons?, order of the tabs): 24 layouts, dealt out 3 : 1 : 2
 LAYOUTS = {name: [] for name in SPLITS}
 for _i, _layout in enumerate(itertools.product((False, True), (False, True), itertools.permutations(TABS))):
-    LAYOUTS[["train", "val", "train", "test", "train", "test"][(_i + _i // 6) % 6]].append(_layout)
+    LAYOUTS[["test", "train", "train", "val", "test", "train"][(_i + _i // 6) % 6]].append(_layout)
 GOALS = {
-    "price": ("find the price of {x}", "how much is the {x}?", "answer with the price of {x}"),
-    "reviews": ("find the rating of {x}", "how many stars does the {x} have?", "answer with the review score of {x}"),
-    "shipping": ("find the shipping terms of {x}", "how is the {x} shipped?", "answer with the delivery terms of {x}"),
-    "help": ("open the help page on {x}", "show the help topic {x}", "read the help about {x}"),
+    "price": ("find the price of {x}", "what is the price of {x}?"),
+    "reviews": ("find the reviews of {x}", "what are the reviews of {x}?"),
+    "shipping": ("find the shipping of {x}", "what is the shipping of {x}?"),
+    "help": ("open the help page on {x}", "read the help about {x}"),
     "order": ("log in as {u} with password {p} and open order {x}", "open order {x} as user {u}, password {p}"),
-    "cart": ("add {x} to the cart", "put the {x} in the cart", "get one {x} into the cart"),
-    "cheapest": ("which {x} is the cheapest?", "find the cheapest {x}", "answer with the name of the cheapest {x}"),
+    "cart": ("add {x} to the cart", "put {x} in the cart"),
+    "cheapest": ("which {x} is the cheapest?", "find the cheapest {x}"),
 }
 _GOAL_PATTERNS = [
     (kind, re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>.+)", re.escape(wording))))
@@ -598,6 +554,7 @@ class Shop:
     layout: tuple = ()
     cookies: bool = False
     ghost_home: bool = False
+    cart_link: bool = False
     ghost_list: bool = False
     pair: bool = False
     by_search: bool = False
@@ -609,15 +566,14 @@ class Shop:
 class WebNav(Env):
     """A simulated shop of real HTML pages, read back by `html_to_state`.
 
-    State (empty lines are left out; Error only after an illegal action):
+    State (empty lines are left out; `error` only after an illegal action):
         Goal: find the price of red maple lamp
         Page: lamps | /c/lamps?p=2
-        Text: page 2 of 3
+        Text: error: no such link or button here. page 2 of 3
         Links: home | red maple lamp | small maple lamp | next page | previous page
         Buttons: accept cookies
         Inputs: search
         Done: visited: home > click lamps > click next page
-        Error: no link or button "lamp" here
         Action:
     Actions:
         click "<label>"           a link or a button; the second of two equal labels is shown and clicked as "label #2"
@@ -631,7 +587,7 @@ class WebNav(Env):
     and input until accepted.
     Reward: 1 on success; -0.01 for an action already taken in the same page and state; -0.02 for an illegal one; with
     shaping=True +0.02 the first time each detail tab is opened.
-    Ends: success, or any answer (terminated); 15 steps (truncated).
+    Ends: success, any answer, or 3 illegal actions in a row (terminated); 15 steps (truncated).
     `cut` in info counts shortened text, labels or lists, not the compression of old actions to `visited:`.
 
     By hand: find the price of a product through the shelves.
@@ -645,17 +601,18 @@ class WebNav(Env):
 
     # Difficulty: change here (or in a subclass) and measure again.
     KINDS: ClassVar[dict] = {  # shares of the goals
-        "price": 20, "reviews": 18, "shipping": 18, "help": 14, "order": 10, "cart": 16, "cheapest": 4,
+        "price": 20, "reviews": 19, "shipping": 19, "help": 14, "order": 6, "cart": 18, "cheapest": 4,
     }  # fmt: skip
-    COOKIES = 0.25  # probability of a cookie banner
-    GHOST_HOME = 0.35  # probability of a broken link on the home page
-    GHOST_LIST = 0.15  # probability of a broken "<product> price" link in listings of the goal's product
+    COOKIES = 0.2  # probability of a cookie banner
+    CART_LINK = 0.3  # probability of a link to the cart on the home page (an empty page: a detour)
+    GHOST_HOME = 0.25  # probability of a broken link on the home page
+    GHOST_LIST = 0.1  # probability of a broken "<product> price" link in listings of the goal's product
     DEAD_END = 0.5  # probability of a dead-end page linked from home
     PAIR = 0.10  # probability that product pages also sell the similar product (a second, equal button)
     WAS_PRICE = 0.15  # probability of an old price beside the price
-    SEARCH = 0.4  # share of product tasks whose home page does not link the category: the search box leads there
+    SEARCH = 0.25  # share of product tasks whose home page links no category: the search box leads there
     CATEGORIES = 3
-    PRODUCTS = (3, 6)  # products in a category, least and most
+    PRODUCTS = (2, 5)  # products in a category, least and most
     CHEAPEST_PRODUCTS = (2, 3)  # the same for the category of a cheapest task
     PER_PAGE = 4  # products on a listing page
     TOPICS = 5  # help topics, 4 on a page
@@ -665,6 +622,7 @@ class WebNav(Env):
     summary = "a simulated shop in HTML: find prices, open orders, fill the cart (option shaping=False)"
     OPTIONS: ClassVar[dict] = {"shaping": False}
     max_steps = 15
+    patience = 3
 
     @property
     def return_bounds(self):
@@ -684,7 +642,7 @@ class WebNav(Env):
         words = WORDS[self.split]
         kind = rng.choices(list(self.KINDS), list(self.KINDS.values()))[0]
         shop = Shop(kind, "", "", 0)
-        shop.words = {key: rng.choice(words[key]) for key in list(words)[6:]}
+        shop.words = {kind: self._label(rng, rng.choice(stems)) for kind, stems in STEMS.items()}
         shop.layout = rng.choice(LAYOUTS[self.split])
         shop.nouns = rng.sample(words["nouns"], self.CATEGORIES)
         prices = rng.sample(range(5, 80), 60)
@@ -721,7 +679,8 @@ class WebNav(Env):
         shop.goal = rng.choice(GOALS[kind]).format(**named)
         shop.cookies, shop.ghost_home = rng.random() < self.COOKIES, rng.random() < self.GHOST_HOME
         shop.ghost_list, shop.pair = rng.random() < self.GHOST_LIST, rng.random() < self.PAIR
-        shop.by_search = rng.random() < self.SEARCH
+        shop.by_search = kind in ("price", "reviews", "shipping", "cart") and rng.random() < self.SEARCH
+        shop.cart_link = rng.random() < self.CART_LINK
         if rng.random() >= self.DEAD_END:
             shop.words["dead"] = ""
         self.home_order = rng.sample(range(self.CATEGORIES + 5), self.CATEGORIES + 5)
@@ -729,6 +688,12 @@ class WebNav(Env):
         self.state |= {"url": "/", "stack": [], "note": "", "fields": {}, "cookies": shop.cookies, "user": False}
         self.state |= {"cart": [], "viewed": [], "tabs": [], "taken": []}
         self._page = None
+
+    def _label(self, rng: random.Random, stem: str) -> str:
+        words, form = WORDS[self.split], rng.random()
+        if self.split == "train" and form > 0.9:
+            return stem
+        return f"{rng.choice(words['before'])} {stem}" if form < 0.5 else f"{stem} {rng.choice(words['after'])}"
 
     # ---- pages: rendered to HTML, read back ------------------------------------------------------------------------
 
@@ -742,9 +707,9 @@ class WebNav(Env):
         if parts[0] == "":
             title, nav = w["home"], []
             items = [_a(f"{noun}s", f"/c/{noun}s?p=1") for noun in shop.nouns]
-            if shop.by_search and shop.kind in ("price", "reviews", "shipping", "cart"):
-                items[shop.products[shop.target]["noun"]] = ""  # the goal's category is not on this home page
-            items += [_a(w["help"], "/help?p=1"), _a(w["cart"], "/cart")]
+            if shop.by_search:
+                items = [""] * len(items)
+            items += [_a(w["help"], "/help?p=1"), _a(w["cart"], "/cart") if shop.cart_link else ""]
             items.append(_a(w["account"], "/account") if s["user"] else _a(w["login"], "/login"))
             items.append(_a(w["dead"], "/about") if w["dead"] else "")
             items.append(_a(w["ghost"], "#") if shop.ghost_home else "")
@@ -848,7 +813,9 @@ class WebNav(Env):
         self._page = None
 
     def _observe(self):
-        return render_state(self.page, self.goal, self.state["history"], self.state["error"])
+        s = self.state
+        error = f"{s['illegal']} of {self.patience}, {s['error']}" if s["error"] else ""
+        return render_state(self.page, self.goal, s["history"], error)
 
     @property
     def cut(self) -> bool:
@@ -902,7 +869,7 @@ class WebNav(Env):
         if verb == "back" and not self.state["stack"]:
             return "no page to go back to"
         if verb in ("click", "type") and element is None:
-            return f'no {"link or button" if verb == "click" else "input"} "{clean(args[0])[:40]}" here'
+            return f"no such {'link or button' if verb == 'click' else 'input'} here"
         return ""
 
     def _open(self, url: str):
@@ -1078,8 +1045,6 @@ class GridWorld(Env):
 
     State (map: A agent, F flag, # wall, x trap, . free; outside the map is wall):
         Goal: reach the flag
-        Offset: 2 up 3 right
-        Up: free. Down: wall. Left: trap. Right: free.
         Map:
         .#..F
         .....
@@ -1087,6 +1052,8 @@ class GridWorld(Env):
         .#...
         .....
         Last: right up
+        Offset: 2 up 3 right
+        Up: free. Down: wall. Left: trap. Right: free.
         Action:
     Actions: up, down, left, right.
     Reward: 1 on reaching the flag; -0.5 in a trap; -0.02 for a wall or an unreadable action (no move); else -0.01.
@@ -1096,7 +1063,7 @@ class GridWorld(Env):
     By hand: from A above, `up` then `right` twice meets no wall; five moves are the shortest way (2 up + 3 right).
     >>> env = make_env("gridworld", size=5)
     >>> _ = env.reset(seed=0)
-    >>> env.load(["..#.F", ".....", "xA.#.", ".#...", "....."]).splitlines()[1]
+    >>> env.load(["..#.F", ".....", "xA.#.", ".#...", "....."]).splitlines()[-3]
     'Offset: 2 up 3 right'
     >>> env.distance(), env.expert()
     (5, 'up')
@@ -1179,9 +1146,9 @@ class GridWorld(Env):
         names = {".": "free", "#": "wall", "x": "trap", "F": "flag"}
         around = " ".join(f"{m.capitalize()}: {names[self._at((r + d[0], c + d[1]))]}." for m, d in MOVES.items())
         rows = [row if i != r else row[:c] + "A" + row[c + 1 :] for i, row in enumerate(self.state["map"])]
-        lines = ["Goal: reach the flag", "Offset: " + (" ".join(offset) or "none"), around, "Map:", *rows]
-        lines += ["Last: " + " ".join(last)] if last else []
-        lines += [f"Error: {error}"] if error else []
+        lines = ["Goal: reach the flag", *([f"Error: {error}"] if error else [])]
+        lines += ["Map:", *rows, *(["Last: " + " ".join(last)] if last else [])]
+        lines += ["Offset: " + (" ".join(offset) or "none"), around]  # what matters most stands last
         return "\n".join(lines + ["Action:"])
 
     def _observe(self):

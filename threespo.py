@@ -22,18 +22,17 @@ GAE, replay of whole iterations and PPO-clip are on from the start; episodes are
 Environment protocol (swap the one import to use your own): env.reset(seed=task) -> obs, info; env.step(text) -> obs,
 reward, terminated, truncated, info; obs is the prompt; info["success"], info["valid"], info["cut"] are bools;
 env.expert() gives a demonstration's action text; env.legal_actions() some legal action texts; env.return_bounds is
-(lo, hi); env.max_action_tokens. Shapes: B steps of a batch, T padded tokens, D hidden size, n action tokens of a step,
-N all action tokens, V vocabulary, K atoms.
+(lo, hi); env.max_action_tokens. Shapes: B steps of a batch, T tokens of a state, D hidden size, n action tokens of a
+step, N all action tokens, V vocabulary, K atoms.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -56,7 +55,7 @@ class Args:
     eval_only: str = ""  # evaluate the best checkpoint of this run folder on the test tasks and stop
     algo: Literal["3spo", "ppo", "bc"] = "3spo"  # ppo: no score pre-training, no replay; bc: stop after the warm-up
     preset: Literal["default", "quick"] = "default"  # quick: every stage with small numbers, to see the machinery
-    total_env_steps: int = 2000  # environment steps of the stages score and 3spo together
+    total_env_steps: int = 1500  # environment steps of the stages score and 3spo together
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks
     eval_episodes: int = 100  # held-out test tasks after each stage
@@ -69,32 +68,33 @@ class Args:
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # optional tracker beside metrics.jsonl
     overwrite: bool = False  # replace an existing run folder
-    micro_tokens: int = 1024  # padded tokens a forward pass (memory; does not change the result)
-    demos: int = 100  # expert episodes cloned in the warm-up (4.2 A)
+    micro_tokens: int = 1024  # tokens a forward pass (memory; does not change the result)
+    demos: int = 150  # expert episodes cloned in the warm-up (4.2 A)
     demo_noise: float = 0.15  # chance that another action is carried out than the one demonstrated
-    warmup_epochs: int = 3  # passes over the demonstrations
-    warmup_lr: float = 8e-4  # learning rate of cloning (its own cosine)
+    warmup_epochs: int = 2  # passes over the demonstrations
+    warmup_lr: float = 2e-3  # learning rate of cloning (its own cosine)
     warmup_minibatch: int = 12  # steps a cloning update (small: the number of updates matters more than their noise)
     score_episodes: int = 40  # episodes of the warmed policy that pre-train the score (4.2 B)
     random_episodes: int = 10  # episodes of random legal actions beside them
-    score_epochs: int = 3  # most passes of score pre-training; stops early on held-out error
-    score_lr: float = 6e-4  # learning rate of the score adapter and head (4.3)
+    score_minibatch: int = 12  # steps a score update in the pre-training
+    score_epochs: int = 2  # most passes of score pre-training; stops when the held-out error rises
+    score_lr: float = 1e-3  # learning rate of the score adapter and head (4.3)
     scorer: Literal["model", "prompt"] = "model"  # prompt: zero-shot rating by the base model, for comparison (3.2)
     score_loss: Literal["mse", "hlgauss"] = "mse"  # squared error of the mean, or histogram cross-entropy
     score_entropy: float = 0.003  # β_H of (3), against over-confident scores (4.3)
     score_passes: float = 0.7  # score updates an iteration, in units of the fresh steps
-    gamma: float = 0.99  # discount (4.3)
-    gae_lambda: float = 0.9  # λ of (4): 0 score difference, 1 return minus score
+    gamma: float = 0.95  # discount (4.3)
+    gae_lambda: float = 0.5  # λ of (4): 0 score difference, 1 return minus score
     adv_clip: float = 1.0  # advantages are normalised, then clipped to this (4.3)
     episodes_per_iter: int = 40  # episodes collected an iteration
-    policy_lr: float = 3e-4  # learning rate of the policy adapter in stage 3spo
-    policy_passes: float = 1.2  # policy updates an iteration, in units of the fresh steps
+    policy_lr: float = 1.5e-4  # learning rate of the policy adapter in stage 3spo
+    policy_passes: float = 2.0  # policy updates an iteration, in units of the fresh steps
     minibatch: int = 24  # steps a policy or score update
     clip_eps: float = 0.2  # ε of (5)
     kl_coef: float = 0.01  # weight of k3(π || π_ref)
     ent_coef: float = 0.001  # weight of the entropy bonus
     target_kl: float = 0.1  # stop the epoch, without taking the step, above this approx KL(π_old || π)
-    temperature: float = 1.0  # sampling temperature while training; log-probs are taken at it
+    temperature: float = 0.8  # sampling temperature while training; log-probs are taken at it
     replay_iters: int = 2  # iterations kept in the ring (4.1)
     priority_alpha: float = 0.6  # α of (6)
     priority_beta: float = 0.4  # β of (6) at the start; grows to 1
@@ -112,27 +112,11 @@ TUNED = {  # defaults that depend on another flag; a flag given by hand always w
 }  # fmt: skip
 
 
-def check_args(args):
-    """Reject values no run can use, in one line each (UserError, exit code 2)."""
-    for low, high, names in (
-        (1, math.inf, "total_env_steps eval_every eval_episodes val_episodes demos warmup_epochs episodes_per_iter"),
-        (1, math.inf, "minibatch warmup_minibatch"), (16, math.inf, "micro_tokens"), (1e-6, math.inf, "adv_clip"),
-        (0, math.inf, "target_kl score_episodes random_episodes score_epochs score_passes policy_passes kl_coef"),
-        (0, math.inf, "ent_coef score_entropy"), (1e-3, 10, "temperature"), (1e-6, 1, "clip_eps"),
-        (0, 1, "gamma gae_lambda policy_lr score_lr warmup_lr demo_noise priority_alpha priority_beta rollback_drop"),
-        (1, 1024, "lora_rank"), (1, 1000, "replay_iters"), (1, 4096, "num_envs"),
-    ):  # fmt: skip
-        for name in names.split():
-            if not low <= getattr(args, name) <= high:
-                raise UserError(f"--{name} {getattr(args, name)}: expected {low} to {high}")
-
-
 # -------------------------------------------------------------------------------------------------- the idea: the score
 def last_hidden(lm: LM, trunks) -> torch.Tensor:
     """Final hidden state at the last real token of each of B sequences, trunks (T_i, D) -> (B, D)."""
-    hidden = lm.top(trunks)  # (B, T, D)
-    last = torch.tensor([len(h) - 1 for h in trunks], device=hidden.device)  # (B,)
-    return hidden[torch.arange(len(trunks), device=hidden.device), last].contiguous()
+    hidden, starts = lm.top(trunks)  # (sum T_i, D), (B,)
+    return hidden[torch.as_tensor(starts + [len(h) - 1 for h in trunks], device=hidden.device)]
 
 
 class ScoreModel:
@@ -168,12 +152,12 @@ class ScoreModel:
         return self.head(last_hidden(self.lm, trunks).float()).log_softmax(-1)  # (B, K)
 
     @torch.no_grad()
-    def score(self, trunks) -> np.ndarray:
-        """S for any number of states, in token-budgeted batches -> (B,)."""
-        out = np.zeros(len(trunks))
+    def score(self, steps) -> np.ndarray:
+        """S of the states of any number of steps, in token-budgeted batches -> (B,)."""
+        out = np.zeros(len(steps))
         with self.lm.adapter("score"):
-            for rows in token_batches([len(h) for h in trunks], self.args.micro_tokens):
-                probs = self.distribution([trunks[i] for i in rows]).exp()  # (b, K)
+            for rows in token_batches([len(s.state) for s in steps], self.args.micro_tokens):
+                probs = self.distribution([steps[i].state_trunk for i in rows]).exp()  # (b, K)
                 out[rows] = (probs @ self.atoms).cpu().numpy()
         return out
 
@@ -223,13 +207,13 @@ class PromptScorer:
     to_score, to_value = ScoreModel.to_score, ScoreModel.to_value
 
     @torch.no_grad()
-    def score_ids(self, states: list[list[int]]) -> np.ndarray:
+    def score(self, steps) -> np.ndarray:
         """One forward pass with the adapters off; nothing is generated, nothing parsed -> (B,)."""
         suffix = self.lm.encode(self.QUESTION)
         if len(self.lm.encode(" 1")) > 1:  # the space is a token of its own: it stands before the digit
             suffix = self.lm.encode(self.QUESTION + " ")[:-1]
-        trunks = self.lm.trunk([s + suffix for s in states], self.args.micro_tokens)
-        out = np.zeros(len(states))
+        trunks = self.lm.trunk([s.state + suffix for s in steps], self.args.micro_tokens)
+        out = np.zeros(len(steps))
         with self.lm.adapter(None):
             for rows in token_batches([len(h) for h in trunks], self.args.micro_tokens):
                 features = last_hidden(self.lm, [trunks[i] for i in rows])  # (b, D)
@@ -239,49 +223,29 @@ class PromptScorer:
         return out
 
 
-def score_states(scorer, steps) -> np.ndarray:
-    """S of each step's state, whichever scorer is in use -> (len(steps),)."""
-    if isinstance(scorer, PromptScorer):
-        return scorer.score_ids([s.state for s in steps])
-    return scorer.score([s.state_trunk for s in steps])
-
-
 def fill_values(scorer, steps):
     """Write V(s_t), and V of the state a truncated episode ended in, into the steps."""
-    for step, score in zip(steps, score_states(scorer, steps), strict=True):
+    for step, score in zip(steps, scorer.score(steps), strict=True):
         step.value = float(scorer.to_value(score))
     cut = [s for s in steps if s.truncated]
     ends = [Step(state=s.final_state, trunk=s.final_trunk) for s in cut]
-    for step, score in zip(cut, score_states(scorer, ends) if ends else [], strict=True):
+    for step, score in zip(cut, scorer.score(ends), strict=True):
         step.final_value = float(scorer.to_value(score))
 
 
-def spearman(a, b) -> float:
-    """Rank correlation, ties averaged; 0 when either side is constant."""
-
-    def ranks(x):
-        _, inverse, counts = np.unique(np.asarray(x, dtype=np.float64), return_inverse=True, return_counts=True)
-        return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-
-    ra, rb = ranks(a), ranks(b)
-    return float(np.corrcoef(ra, rb)[0, 1]) if ra.std() > 0 and rb.std() > 0 else 0.0
-
-
 # ------------------------------------------------------------------------------------------------------ token log-probs
-def token_logprobs(lm: LM, steps, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy of every action token under the active adapter: two (N,) tensors, step after step.
+def token_logprobs(lm: LM, steps, temperature: float, with_entropy: bool = False):
+    """Log-probability of every action token under the active adapter (N,), step after step; entropy (N,) or None.
 
     The logits at position T_i - 1 + j predict action token j of step i (T_i state tokens); only those positions go
     through the output matrix, gathered to a contiguous (N, D) first. Log-probs are at the sampling temperature.
     """
-    hidden = lm.top([s.trunk for s in steps])  # (B, T, D)
-    rows = torch.tensor([i for i, s in enumerate(steps) for _ in s.action], device=hidden.device)  # (N,)
-    places = [len(s.state) - 1 + j for s in steps for j in range(len(s.action))]
-    cols = torch.tensor(places, device=hidden.device)  # (N,)
+    hidden, starts = lm.top([s.trunk for s in steps])  # (sum (T_i + n_i - 1), D), (B,)
+    places = [i + len(s.state) - 1 + j for i, s in zip(starts, steps, strict=True) for j in range(len(s.action))]
     actions = torch.tensor([a for s in steps for a in s.action], device=hidden.device)  # (N,)
-    logits = lm.logits(hidden[rows, cols]) / temperature  # (N, V)
-    log_probs = logits.log_softmax(-1)  # (N, V)
-    entropy = -(log_probs.exp() * log_probs).sum(-1)  # (N,) over the vocabulary
+    logits = lm.logits(hidden[torch.as_tensor(places, device=hidden.device)])  # (N, V)
+    log_probs = (logits if temperature == 1 else logits / temperature).log_softmax(-1)  # (N, V)
+    entropy = -(log_probs.exp() * log_probs).sum(-1) if with_entropy else None  # (N,) over the vocabulary
     return log_probs.gather(1, actions[:, None])[:, 0], entropy
 
 
@@ -342,7 +306,7 @@ class Replay:
         return [s for steps in self.iterations for s in steps]
 
     def sample(self, rng, steps: list[Step], size: int, beta: float) -> tuple[list[Step], np.ndarray]:
-        """`size` steps (at most all) without replacement, P ~ (|δ|+ε)^α, and weights (N P)^-β / max, all <= 1.
+        """`size` draws with replacement, P ~ (|δ|+ε)^α, and weights (N P)^-β over the ring's largest, all <= 1.
 
         Raises ValueError on a non-finite priority: one would hold all the probability, or none.
         """
@@ -350,9 +314,8 @@ class Replay:
         if not np.isfinite(priorities).all():
             raise ValueError("non-finite priority in the replay ring")
         probs = priorities / priorities.sum()
-        chosen = rng.choice(len(steps), size=min(size, len(steps)), replace=False, p=probs)
-        weights = (len(steps) * probs[chosen]) ** -beta
-        return [steps[i] for i in chosen], weights / weights.max()
+        chosen = rng.choice(len(steps), size=size, p=probs)
+        return [steps[i] for i in chosen], (probs[chosen] / probs.min()) ** -beta
 
 
 def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, policy="policy", trace=False, stop=None,
@@ -362,92 +325,54 @@ def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, poli
     episodes: lists of Step in task order; one whose environment raised is dropped and counted (10 in a row: UserError).
     policy "random": uniformly random legal actions. `trace` keeps the texts for the evaluation log.
     """
-    queue, running, finished, stats = list(tasks)[::-1], [], {}, Counter()
-    free, memo, errors = [], {}, 0
+    queue, running, finished, stats, memo = list(tasks)[::-1], [], {}, Counter(), {}
+    pool = common.EnvPool(lambda: make_env(args.env, seed=args.seed, split=split), args.env, stats)
     noise, rng = torch_rng_for(lm.device, "rollout", *key), rng_for("random actions", *key)
-
-    def attempt(task, call):
-        """`call()`, or None whatever a user's environment raises: episode dropped and counted; ten in a row: stop."""
-        nonlocal errors
-        try:
-            return call()
-        except Exception as error:
-            stats["env_errors"], errors = stats["env_errors"] + 1, errors + 1
-            cause = f"{type(error).__name__}: {error}"
-            print(f"\nwarning: {args.env} task {task}: {cause}; episode dropped", file=sys.stderr)
-            if errors >= 10:
-                raise UserError(f"10 environment errors in a row in {args.env}, the last: {cause}") from error
-
-    def begin(task):
-        env = free.pop() if free else make_env(args.env, seed=args.seed, split=split)
-        obs, info = env.reset(seed=task)
-        running.append(dict(task=task, env=env, obs=str(obs), info=info, steps=[], texts=[]))
-
-    def advance(r, text):
-        """One environment step, checked: (reward, terminated, truncated, valid, success, cut)."""
-        obs, reward, terminated, truncated, info = r["env"].step(text)
-        if not math.isfinite(reward):
-            raise ValueError(f"reward is {reward}")
-        r["obs"], r["info"] = str(obs), info
-        flags = (terminated, truncated and not terminated, info["valid"], info["success"], info.get("cut"))
-        return float(reward), *map(bool, flags)
-
-    while queue or running:
+    while (queue or running) and not stop:
         while queue and len(running) < args.num_envs:
-            task = queue.pop()
-            attempt(task, lambda task=task: begin(task))
-        if policy == "random":
-            for r in running:
-                r["legal"] = attempt(r["task"], r["env"].legal_actions)
-            running = [r for r in running if r["legal"]]
+            running += pool.begin(queue.pop())
+        legal = [pool.legal(r) if policy == "random" else ["any"] for r in running]
+        running, legal = ([x for x, y in zip(xs, legal, strict=True) if y] for xs in (running, legal))
         if not running:
             continue
-        room = running[0]["env"].max_action_tokens
-        prompts = [lm.encode_prompt(r["obs"], room) for r in running]
-        outs = act(lm, running, [ids for ids, _ in prompts], policy, temperature, noise, rng, memo)
+        room = running[0].env.max_action_tokens
+        prompts = [lm.encode_prompt(r.obs, room) for r in running]
+        ids = [prompt for prompt, _ in prompts]
+        if policy == "random":
+            outs = demonstrated(lm, ids, [texts[rng.integers(len(texts))] for texts in legal])
+        else:
+            with lm.adapter(policy):
+                sample = temperature > 0
+                outs = lm.generate(ids, room, temperature, noise) if sample else lm.generate_greedy(ids, room, memo)
         still = []
         for r, (prompt, cut), out in zip(running, prompts, outs, strict=True):
-            text, before = lm.decode(out["ids"]).strip(), r["obs"]
-            result = attempt(r["task"], lambda r=r, text=text: advance(r, text))
+            text, before = lm.decode(out["ids"]).strip(), r.obs
+            result = pool.step(r, text)
             if result is None:
                 continue
-            errors = 0
             reward, terminated, truncated, valid, success, was_cut = result
             step = Step(prompt, out["trunk"], out["ids"], reward, terminated, truncated, version)
             step.sampler_logp = torch.tensor(out["logps"])
-            r["steps"].append(step)
+            r.steps.append(step)
             stats.update(steps=1, invalid=not valid, cut=cut or was_cut, unfinished=out["finish"] != "eos")
             if trace:
-                r["texts"].append(dict(state=before, action=text, reward=reward, valid=valid))
+                r.texts.append(dict(state=before, action=text, reward=reward, valid=valid))
             if not step.done:
                 still.append(r)
                 continue
             if step.truncated:
-                step.final_state, _ = lm.encode_prompt(r["obs"], room)
+                step.final_state, _ = lm.encode_prompt(r.obs, room)
                 step.final_trunk = lm.trunk([step.final_state])[0]
-            finished[r["task"]] = r
-            free.append(r["env"])
+            finished[r.task] = r
+            pool.free.append(r.env)
             stats.update(episodes=1, success=success, truncated=truncated)
             if bar is not None:
                 bar.update(1)
         running = still
-        if stop:
-            break
     done = [finished[t] for t in tasks if t in finished]
-    traces = [dict(task=r["task"], success=bool(r["info"]["success"]), kind=r["info"].get("task", ""), steps=r["texts"])
+    traces = [dict(task=r.task, success=bool(r.info["success"]), kind=r.info.get("task", ""), steps=r.texts)
               for r in done]  # fmt: skip
-    return [r["steps"] for r in done], stats, traces
-
-
-def act(lm: LM, running, ids, policy, temperature, noise, rng, memo) -> list[dict]:
-    """Actions of the running episodes, as `generate` returns them: the policy's, or uniformly random legal ones."""
-    if policy == "random":
-        return demonstrated(lm, ids, [r["legal"][rng.integers(len(r["legal"]))] for r in running])
-    room = running[0]["env"].max_action_tokens
-    with lm.adapter(policy):
-        if temperature:
-            return lm.generate(ids, room, temperature, noise)
-        return lm.generate_greedy(ids, room, memo)
+    return [r.steps for r in done], stats, traces
 
 
 def demonstrated(lm: LM, prompts, texts):
@@ -535,11 +460,12 @@ def ppo_loss(logp, old_logp, ref_logp, entropy, advantages, weights, args):
     """Equation (5), summed over the N action tokens given; the caller divides by the minibatch's token count.
 
     All arguments (N,): advantages and weights are those of the token's step. Returns (loss, sums): the sums are
-    detached diagnostics. k3(π || π_ref) = e^d - d - 1 with d = log π_ref - log π is never negative.
+    detached diagnostics. k3(π || π_ref) = e^d - d - 1 with d = log π_ref - log π is never negative. Where d > 3
+    it is flat: e^d of one unlearned token outweighed all others (mean k3 6156, gradient norm 1566 were seen).
     """
     ratio = (logp - old_logp).exp()
     pg_loss = -torch.min(ratio * advantages, ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * advantages)
-    d = ref_logp - logp
+    d = (ref_logp - logp).clamp(max=3.0)
     ref_kl = d.exp() - d - 1
     loss = (weights * (pg_loss + args.kl_coef * ref_kl - args.ent_coef * entropy)).sum()
     with torch.no_grad():
@@ -560,7 +486,7 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
     rng = rng_for(args.seed, "policy", version)
     beta = args.priority_beta + (1 - args.priority_beta) * progress
     batch, weights = replay.sample(rng, steps, max(1, round(args.policy_passes * fresh)), beta)
-    logs, start, useful, padded = [], time.perf_counter(), 0, 0
+    logs, start, useful = [], time.perf_counter(), 0
     for first in range(0, len(batch), args.minibatch):
         chunk, w = batch[first : first + args.minibatch], weights[first : first + args.minibatch]
         tokens = sum(len(s.action) for s in chunk)
@@ -570,7 +496,7 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
                 part = [chunk[i] for i in rows]
                 counts = torch.tensor([len(s.action) for s in part])
                 spread = lambda x: torch.tensor(x, dtype=torch.float32).repeat_interleave(counts).to(lm.device)  # noqa: E731, B023  (B,) -> (N,)
-                logp, entropy = token_logprobs(lm, part, args.temperature)
+                logp, entropy = token_logprobs(lm, part, args.temperature, with_entropy=True)
                 old, ref = (torch.cat([getattr(s, k) for s in part]).to(lm.device) for k in ("logp", "ref_logp"))
                 advantages, importance = spread([s.advantage for s in part]), spread([float(w[i]) for i in rows])
                 loss, part_sums = ppo_loss(logp, old, ref, entropy, advantages, importance, args)
@@ -583,7 +509,6 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
                     dev += float((now * (log_ratio.exp() - 1).abs()).sum())
                     kl_tokens += int(now.sum())
                 useful += sum(len(s.trunk) for s in part)
-                padded += len(part) * max(len(s.trunk) for s in part)
         row = {k: v / tokens for k, v in sums.items()}
         row |= dict(approx_kl=kl / max(kl_tokens, 1), ratio_dev=dev / max(kl_tokens, 1))
         logs.append(row)
@@ -598,7 +523,7 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
             "policy/grad_norm": float(np.mean([r["grad_norm"] for r in logs if "grad_norm" in r] or [0.0])),
             "policy/first_ratio_dev": logs[0]["ratio_dev"], "policy/minibatches": len(logs),
             "policy/stopped": int(logs[-1]["approx_kl"] > args.target_kl), "policy/old_frac": 1 - fresh / len(steps),
-            "perf/update_tokens_per_s": useful / seconds, "perf/padded_tokens_per_s": padded / seconds}  # fmt: skip
+            "perf/update_tokens_per_s": useful / seconds}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------ evaluator
@@ -627,164 +552,55 @@ def evaluate(lm: LM, args, split: str, episodes: int, scorer=None) -> tuple[dict
     return result, traces
 
 
-def case_study(traces, count: int = 2) -> list[str]:
-    """Markdown for a few successes and failures: state, action, S, δS, marked at jumps and traps (article 5.3)."""
-    lines = []
-    scored = [t for t in traces if "score" in (t["steps"] or [{}])[0]]
-    for wanted in (True, False):
-        for trace in [t for t in scored if t["success"] == wanted][:count]:
-            steps = trace["steps"]
-            lines += [f"\n**{'Success' if wanted else 'Failure'}** on test task {trace['task']}:", ""]
-            lines += ["| t | state | action | reward | S(s) | change | |", "|---|---|---|---|---|---|---|"]
-            for t, row in enumerate(steps):
-                shown, mark = "", ""
-                if t + 1 < len(steps):
-                    change = steps[t + 1]["score"] - row["score"]
-                    shown, mark = f"{change:+.2f}", "jump" if change > 0.2 else "trap" if change < -0.2 else ""
-                state, action = common.md(row["state"], 220), common.md(row["action"], 80)
-                numbers = f"{row['reward']:+.2f} | {row['score']:+.2f}"
-                lines.append(f"| {t} | {state} | {action} | {numbers} | {shown} | {mark} |")
-    return lines
-
-
 def heat_maps(lm: LM, args, scorer, grids: int = 12) -> list[dict]:
     """Gridworld only: S over cells of unseen grids beside the true distance, and their rank correlation (5.3)."""
-    maps = []
+    maps, env = [], make_env(args.env, seed=args.seed, split="test")
     for task in range(grids):
-        env = make_env(args.env, seed=args.seed, split="test")
         env.reset(seed=task)
-        cells = env.cells()
-        states = [lm.encode(text) for _, _, text, _ in cells]
-        scores = score_states(scorer, [Step(s, h) for s, h in zip(states, lm.trunk(states), strict=True)])
-        rows = [[r, c, float(s), d] for (r, c, _, d), s in zip(cells, scores, strict=True)]
-        rank = spearman(scores, [-c[3] for c in cells])
-        maps.append(dict(size=getattr(env, "size", 5), rank_corr=rank, cells=rows))
+        rows, columns, texts, distances = zip(*env.cells(), strict=True)
+        states = [lm.encode(text) for text in texts]
+        scores = scorer.score([Step(s, h) for s, h in zip(states, lm.trunk(states), strict=True)]).tolist()
+        rank = common.spearman(scores, [-d for d in distances])
+        cells = list(zip(rows, columns, scores, distances, strict=True))
+        maps.append(dict(size=env.size, rank_corr=rank, cells=cells))
     return maps
 
 
-# ---------------------------------------------------------------------------------------------------------- checkpoints
-def pack_steps(steps: list[Step]) -> tuple[dict, list]:
-    """The ring as a few flat tensors and a JSON list; `unpack_steps` is its inverse, bit for bit."""
-    tensors, rows = {}, []
-    for name in ("trunk", "final_trunk", "sampler_logp", "logp", "ref_logp"):
-        values = [getattr(s, name) for s in steps if getattr(s, name) is not None]
-        if values:
-            tensors[f"ring.{name}"] = torch.cat(values)
-    for step in steps:
-        row = {k: v for k, v in vars(step).items() if not isinstance(v, torch.Tensor)}
-        rows.append(row | {"lengths": {k: len(v) for k, v in vars(step).items() if isinstance(v, torch.Tensor)}})
-    return tensors, rows
+# ----------------------------------------------------------------------------------------------------------------- main
+class Learner(common.Checkpoints):
+    """The live objects of a run; `common.Checkpoints` logs, saves and restores them together."""
 
-
-def unpack_steps(tensors: dict, rows: list) -> list[Step]:
-    used, steps = Counter(), []
-    for row in rows:
-        parts = {}
-        for name, length in row["lengths"].items():
-            parts[name] = tensors[f"ring.{name}"][used[name] : used[name] + length].clone()
-            used[name] += length
-        steps.append(Step(**({k: v for k, v in row.items() if k != "lengths"} | parts)))
-    return steps
-
-
-@dataclass
-class Progress:
-    """Where a run stands: everything a resumed run needs beside the weights and the ring (all of it JSON)."""
-
-    stage: str = "warmup"
-    iteration: int = 0  # epoch of warmup and score, iteration of 3spo
-    env_steps: int = 0
-    episodes: int = 0
-    stage_start: int = 0  # environment steps when stage 3spo began
-    best: float = -1.0
-    below: int = 0  # evaluations in a row far below the best
-    rollbacks: int = 0
-    score_best: float = math.inf
-    score_constant: float = 0.0
-    wall_s: float = 0.0
-    env_seconds: float = 0.0
-    tested: dict = field(default_factory=dict)  # stage -> test result and wall_s
-    finished: bool = False
-
-
-@dataclass
-class Learner:
-    """The live objects of a run, and how they are saved and restored together."""
-
-    args: Args
-    lm: LM
-    policy: Optimizer
-    scorer: ScoreModel | PromptScorer
-    replay: Replay
-    run: common.Run
-    stop: common.Interrupt
-    p: Progress = field(default_factory=Progress)
-    started: float = field(default_factory=time.time)
-
-    def log(self, row: dict):
-        self.run.log({"env_steps": self.p.env_steps, "iter": self.p.iteration, "stage": self.p.stage, **row})
-
-    def save(self, name: str = "last"):
-        """Write checkpoints/<name>: both optimisers with fp32 masters, the reference, log sizes; in `last` the ring."""
-        self.p.wall_s, self.started = self.p.wall_s + time.time() - self.started, time.time()
-        tensors, own = self.policy.state("policy")
-        numbers = {"policy": own}
-        if self.scorer.optimizer:
-            score_tensors, numbers["score"] = self.scorer.optimizer.state("score")
-            tensors |= score_tensors
-        tensors |= {f"ref.{k}": v for k, v in self.lm.params("ref").items()}
-        rows = []
-        if name == "last":
-            tensors |= pack_steps(self.replay.steps)[0]
-            rows = [pack_steps(steps)[1] for steps in self.replay.iterations]
-        state = dict(progress=asdict(self.p), numbers=numbers, ring=rows, marks=self.run.marks())
-        common.save_checkpoint(self.run.folder / "checkpoints" / name, tensors, state)
+    def __init__(self, args: Args, lm: LM, scorer, run: common.Run, stop: common.Interrupt):
+        self.args, self.scorer, self.stop = args, scorer, stop
+        self.policy = Optimizer(lm.params("policy"), args.warmup_lr)
+        optimizers = {"policy": self.policy} | ({"score": scorer.optimizer} if scorer.optimizer else {})
+        super().__init__(run, lm, optimizers, Replay(args), Step, common.Progress())
 
     def restore(self, name: str = "last", weights_only: bool = False):
-        """Load checkpoints/<name>; `weights_only` keeps ring, counters and logs as they are (rollback, test)."""
-        tensors, state = common.load_checkpoint(self.run.folder / "checkpoints" / name)
-        self.policy.load("policy", tensors, state["numbers"]["policy"])
-        if self.scorer.optimizer:
-            self.scorer.optimizer.load("score", tensors, state["numbers"]["score"])
-        with torch.no_grad():
-            for key, param in self.lm.params("ref").items():
-                param.copy_(tensors[f"ref.{key}"])
-        if not weights_only:
-            steps = iter(unpack_steps(tensors, [row for rows in state["ring"] for row in rows]))
-            self.replay.iterations = [[next(steps) for _ in rows] for rows in state["ring"]]
-            self.p = Progress(**state["progress"])
-            self.policy.lr = self.args.warmup_lr if self.p.stage == "warmup" else self.args.policy_lr
-            self.run.rewind(state["marks"])
+        super().restore(name, weights_only)
+        self.policy.lr = self.args.warmup_lr if self.p.stage == "warmup" else self.args.policy_lr
 
 
-# ----------------------------------------------------------------------------------------------------------------- main
-def clone_epoch(lm: LM, optimizer: Optimizer, demos: list[Step], epoch: int, args, stop) -> float:
-    """One pass of behaviour cloning: mean negative log-likelihood of the demonstrated action tokens (article 4.2 A)."""
-    order, losses = rng_for(args.seed, "warmup", epoch).permutation(len(demos)), []
-    size = min(args.warmup_minibatch, len(demos))
+def clone(L: Learner, steps: list[Step], progress: float) -> float:
+    """One update of behaviour cloning: mean negative log-likelihood of the demonstrated action tokens (4.2 A)."""
+    tokens, total = sum(len(s.action) for s in steps), 0.0
+    with L.lm.adapter("policy"):
+        for rows in token_batches([len(s.trunk) for s in steps], L.args.micro_tokens):
+            logp, _ = token_logprobs(L.lm, [steps[i] for i in rows], 1.0)
+            loss = -logp.sum() / tokens  # mean over the minibatch's action tokens
+            loss.backward()
+            total += float(loss.detach())
+    L.policy.step(progress)
+    return total
+
+
+def epoch(L: Learner, steps: list[Step], update, size: int, epochs: int) -> float:
+    """One shuffled pass of `update(minibatch, progress of the stage)`; mean of the losses. Ctrl-C ends it early."""
+    order, losses = rng_for(L.args.seed, L.p.stage, L.p.iteration).permutation(len(steps)), []
     for first in range(0, len(order), size):
-        chunk = [demos[i] for i in order[first : first + size]]
-        tokens, total = sum(len(s.action) for s in chunk), 0.0
-        with lm.adapter("policy"):
-            for rows in token_batches([len(s.trunk) for s in chunk], args.micro_tokens):
-                logp, _ = token_logprobs(lm, [chunk[i] for i in rows], 1.0)
-                loss = -logp.sum() / tokens  # mean over the minibatch's action tokens
-                loss.backward()
-                total += float(loss.detach())
-        optimizer.step((epoch + first / len(order)) / args.warmup_epochs)
-        losses.append(total)
-        if stop:
-            break
-    return float(np.mean(losses))
-
-
-def fit_score(scorer, steps: list[Step], epoch: int, args, stop) -> float:
-    """One pass of score pre-training over the training episodes (article 4.2 B); returns the mean loss."""
-    order, losses = rng_for(args.seed, "score", epoch).permutation(len(steps)), []
-    for first in range(0, len(order), args.minibatch):
-        chunk = [steps[i] for i in order[first : first + args.minibatch]]
-        losses.append(scorer.update(chunk, np.ones(len(chunk)), (epoch + first / len(order)) / args.score_epochs))
-        if stop:
+        chunk = [steps[i] for i in order[first : first + size]]
+        losses.append(update(chunk, (L.p.iteration + first / len(order)) / epochs))
+        if L.stop:
             break
     return float(np.mean(losses))
 
@@ -796,33 +612,26 @@ def score_error(scorer, steps, constant: float) -> tuple[float, float]:
 
 
 def test(L: Learner, stage: str):
-    """Held-out test of the current weights; kept in Progress (summary.json) and, as trajectories, in episodes.jsonl."""
-    result, traces = evaluate(L.lm, L.args, "test", L.args.eval_episodes, L.scorer if stage != "warmup" else None)
-    L.run.episodes([dict(stage=stage, split="test", **trace) for trace in traces])
-    L.p.tested[stage] = dict(wall_s=round(L.p.wall_s + time.time() - L.started, 1), test=result)
-    low, high = result["ci95"]
-    print(f"test after {stage}: {100 * result['success']:.1f}% of {result['episodes']} held-out tasks", end=" ")
-    print(f"(95% CI {100 * low:.0f}-{100 * high:.0f}), {100 * result['invalid_rate']:.1f}% illegal actions")
+    """Held-out test of the current weights, into summary.json and episodes.jsonl."""
+    L.record_test(stage, *evaluate(L.lm, L.args, "test", L.args.eval_episodes, L.scorer if stage != "warmup" else None))
 
 
-def validate(L: Learner, extra: dict, episodes: int = 0) -> dict:
-    """Greedy evaluation on validation tasks as one metrics row and one printed line."""
-    result, _ = evaluate(L.lm, L.args, "val", episodes or L.args.val_episodes)
-    where = f"[{L.p.stage} {L.p.iteration}] env steps {L.p.env_steps}"
-    tqdm.write(f"{where}: validation success {100 * result['success']:.1f}%")
-    return extra | {f"eval/{k}": result[k] for k in ("success", "ep_len", "invalid_rate")}
+def validate(L: Learner, episodes: int = 0) -> dict:
+    """Greedy evaluation on validation tasks as metrics and one printed line."""
+    return L.record_validation(evaluate(L.lm, L.args, "val", episodes or L.args.val_episodes)[0])
 
 
 def warm_up(L: Learner):
     """Stage A (article 4.2): clone the demonstrations; then freeze a copy of the policy as the KL reference."""
     if L.p.iteration == 0:
-        L.log(validate(L, {}, min(8, L.args.val_episodes)))  # the step-0 point of every curve (all 15 steps fail: slow)
+        L.log(validate(L, min(8, L.args.val_episodes)))  # the step-0 point of every curve
     demos = demonstrations(L.lm, L.args)
     mean = sum(len(s.trunk) for s in demos) / len(demos)
     print(f"warm-up: {L.args.demos} demonstrations, {len(demos)} steps, {mean:.0f} tokens a step")
     with tqdm(total=L.args.warmup_epochs, initial=L.p.iteration, desc="warmup", unit="epoch") as bar:
         while L.p.iteration < L.args.warmup_epochs:
-            loss = clone_epoch(L.lm, L.policy, demos, L.p.iteration, L.args, L.stop)
+            update = lambda chunk, progress: clone(L, chunk, progress)  # noqa: E731
+            loss = epoch(L, demos, update, L.args.warmup_minibatch, L.args.warmup_epochs)
             if L.stop:
                 return
             L.p.iteration += 1
@@ -835,40 +644,44 @@ def warm_up(L: Learner):
     test(L, "warmup")
     L.policy.restart(L.args.policy_lr)
     L.p.stage, L.p.iteration = "bc" if L.args.algo == "bc" else "score", 0
-    row = validate(L, {})
+    row = validate(L)
     L.p.best = row["eval/success"]
     L.log(row)
     L.save("best")
     L.save()
 
 
-def pretrain_score(L: Learner):
-    """Stage B (article 4.2): fit the score on episodes of the warmed policy and of random legal actions.
+def collect_for_score(L: Learner):
+    """Episodes of the warmed policy and of random legal actions, successes and failures, into the ring (4.2 B)."""
+    args, p = L.args, L.p
+    tasks, end = range(args.score_episodes), args.score_episodes + args.random_episodes
+    with tqdm(total=end, desc="score: collect", unit="ep") as bar:
+        episodes, stats, _ = rollout(L.lm, args, "train", tasks, temperature=args.temperature, key=(args.seed, "B"),
+                                     version=0, stop=L.stop, bar=bar)  # fmt: skip
+        random, others, _ = rollout(L.lm, args, "train", range(tasks.stop, end), temperature=1.0, policy="random",
+                                    key=(args.seed, "B random"), stop=L.stop, bar=bar)  # fmt: skip
+    if L.stop:
+        return
+    steps = [s for e in [*episodes, *random] for s in e]
+    fill_returns(steps, args.gamma)  # nothing is bootstrapped: the score has no opinion yet
+    for adapter, name in (("policy", "logp"), ("ref", "ref_logp")):
+        fill_logprobs(L.lm, [s for s in steps if s.version >= 0], adapter, name, args)
+    L.replay.add(steps)
+    p.env_steps, p.episodes = stats["steps"] + others["steps"], end
+    own, other = (t["success"] / max(t["episodes"], 1) for t in (stats, others))
+    L.log({"train/success": own, "score/random_success": other})
+    L.save()
 
-    A fifth of the episodes is held out whole; the fit stops when their error has not improved for two passes. Nothing
-    is bootstrapped here (the score has no opinion yet): G is the observed return. The policy's episodes are the ring's
-    first iteration, so that stage 3spo starts with them; the random ones only teach the score.
+
+def pretrain_score(L: Learner):
+    """Stage B (article 4.2): fit the score; a fifth of the episodes is held out whole and says when to stop.
+
+    The episodes stay as the ring's first iteration, so that stage 3spo starts with them; the random ones only teach
+    the score.
     """
     args, p = L.args, L.p
     if not L.replay.iterations and args.score_episodes:
-        tasks = range(args.score_episodes)
-        others = range(args.score_episodes, args.score_episodes + args.random_episodes)
-        with tqdm(total=others.stop, desc="score: collect", unit="ep") as bar:
-            episodes, stats, _ = rollout(L.lm, args, "train", tasks, temperature=args.temperature, key=(args.seed, "B"),
-                                         version=0, stop=L.stop, bar=bar)  # fmt: skip
-            random, random_stats, _ = rollout(L.lm, args, "train", others, temperature=1.0, policy="random",
-                                              key=(args.seed, "B random"), stop=L.stop, bar=bar)  # fmt: skip
-        if L.stop:
-            return
-        steps = [s for e in [*episodes, *random] for s in e]
-        fill_returns(steps, args.gamma)
-        for adapter, name in (("policy", "logp"), ("ref", "ref_logp")):
-            fill_logprobs(L.lm, [s for s in steps if s.version >= 0], adapter, name, args)
-        L.replay.add(steps)
-        p.env_steps, p.episodes = stats["steps"] + random_stats["steps"], others.stop
-        own, other = (t["success"] / max(t["episodes"], 1) for t in (stats, random_stats))
-        L.log({"train/success": own, "score/random_success": other})
-        L.save()
+        collect_for_score(L)
     held, kept, episode = [], [], 0
     for step in L.replay.steps:  # every fifth episode is held out
         (held if episode % 5 == 4 else kept).append(step)
@@ -876,15 +689,16 @@ def pretrain_score(L: Learner):
     if kept and held:
         p.score_constant = float(np.mean(L.scorer.to_score(np.array([s.ret for s in kept]))))
     bar = tqdm(total=args.score_epochs, initial=p.iteration, desc="score: fit", unit="epoch", disable=not kept)
-    while kept and held and p.iteration < args.score_epochs and p.below < 2:
-        loss = fit_score(L.scorer, kept, p.iteration, args, L.stop) if L.scorer.optimizer else 0.0
+    while kept and held and p.iteration < args.score_epochs and not p.below and not L.stop:
+        update = lambda chunk, progress: L.scorer.update(chunk, np.ones(len(chunk)), progress)  # noqa: E731
+        loss = epoch(L, kept, update, args.score_minibatch, args.score_epochs) if L.scorer.optimizer else 0.0
         if L.stop:
-            return
+            break
         p.iteration += 1
         fill_values(L.scorer, [*kept, *held])
         train, _ = score_error(L.scorer, kept, p.score_constant)
         val, constant = score_error(L.scorer, held, p.score_constant)
-        rank = spearman([s.value for s in held], [s.ret for s in held])
+        rank = common.spearman([s.value for s in held], [s.ret for s in held])
         L.log({"score/loss": loss, "score/mse_train": train, "score/mse_val": val, "score/mse_constant": constant,
                "score/rank_corr": rank})  # fmt: skip
         bar.set_postfix(val=f"{val:.3f}", constant=f"{constant:.3f}", rank=f"{rank:.2f}")
@@ -895,6 +709,8 @@ def pretrain_score(L: Learner):
             break  # the prompt scorer has nothing to fit
         L.save()
     bar.close()
+    if L.stop:
+        return
     p.stage, p.iteration, p.below, p.stage_start = args.algo, 0, 0, p.env_steps
     L.save("best")
     L.save()
@@ -923,7 +739,7 @@ def finish(L: Learner):
         L.restore("best", weights_only=True)
         test(L, p.stage)
     final = p.tested.get(p.stage, p.tested["warmup"])
-    sections = {"Case study": case_study(common.read_jsonl(L.run.folder / "episodes.jsonl"))}
+    sections = {"Case study": common.case_study(common.read_jsonl(L.run.folder / "episodes.jsonl"))}
     if hasattr(make_env(args.env, seed=args.seed), "cells") and p.stage != "bc":
         maps = heat_maps(L.lm, args, L.scorer)
         common.write_atomic(L.run.folder / "heatmap.json", json.dumps(dict(grids=maps)))
@@ -933,41 +749,23 @@ def finish(L: Learner):
         print(f"score against true distance on {len(maps)} unseen grids: rank correlation {rank:.3f}")
     p.finished = True
     L.save()
-    rates = [r["perf/update_tokens_per_s"] for r in L.run.metrics() if "perf/update_tokens_per_s" in r]
-    perf = dict(env_steps_per_s=p.env_steps / max(p.env_seconds, 1e-9),
-                update_tokens_per_s=float(np.mean(rates or [0])), **common.peak_memory())  # fmt: skip
-    summary = {k: getattr(args, k) for k in ("algo", "env", "model", "seed", "preset")}
-    summary |= dict(env_steps=p.env_steps, episodes=p.episodes, wall_s=round(p.wall_s, 1), rollbacks=p.rollbacks,
-                    stages=p.tested, test=final["test"], perf=perf)  # fmt: skip
-    common.finish_run(L.run, summary, sections)
+    common.finish_run(L.run, args, p, final, sections)
 
 
 def set_up(argv) -> Learner:
     """Arguments, model, adapters and run folder; a resumed run continues from its last checkpoint."""
     args = common.parse_args(Args, argv)
     folder, resumed = common.settle_args(args, TUNED)
-    check_args(args)
+    common.check_limits(args)
     try:
         env = make_env(args.env, seed=args.seed, split="train")
     except ValueError as error:
         raise UserError(str(error)) from None
     stop = common.Interrupt()
-    names = "seed", "device", "dtype", "load_4bit", "lora_rank", "lora_layers", "gradient_checkpointing"
-    lm = common.load_model(args.model, adapters=("policy", "score", "ref"), **{k: getattr(args, k) for k in names})
-    config = {"algorithm_file": Path(__file__).name, **asdict(args)}
-    config |= {"used": lm.describe(), "versions": common.versions()}
-    run = common.Run(folder, config, args.track, args.overwrite, resume=resumed)
+    lm, run = common.open_run(args, folder, resumed, ("policy", "score", "ref"), __file__)
     kind = PromptScorer if args.scorer == "prompt" and args.algo == "3spo" else ScoreModel
-    scorer = kind(lm, env.return_bounds, args)
-    L = Learner(args, lm, Optimizer(lm.params("policy"), args.warmup_lr), scorer, Replay(args), run, stop)
-    if args.eval_only:
-        L.restore("best", weights_only=True)
-    elif resumed and any((folder / "checkpoints" / name).exists() for name in ("last", "last.prev")):
-        L.restore()
-    elif resumed:
-        print("no checkpoint was finished yet: starting over")
-        run.rewind({"metrics.jsonl": 0, "episodes.jsonl": 0})
-    print(f"{args.algo} on {args.env}, run folder {folder}\n{lm.describe()['summary']}")
+    L = Learner(args, lm, kind(lm, env.return_bounds, args), run, stop)
+    L.resume(args.eval_only, resumed)
     low, high = env.return_bounds
     print(f"returns in [{low:.2f}, {high:.2f}]; score head {lm.hidden_size} x {ScoreModel.K}")
     return L
@@ -994,7 +792,7 @@ def main(argv=None) -> int:
     if args.eval_only:
         print(json.dumps(evaluate(lm, args, "test", args.eval_episodes)[0]))
         return 0
-    if p.finished:
+    if p.finished and (run.folder / "report.md").exists():
         print(f"this run is finished; see {run.folder / 'report.md'}")
         return 0
     if p.stage == "warmup" and not stop:
@@ -1025,7 +823,7 @@ def main(argv=None) -> int:
         fill_values(L.scorer, steps)
         fill_advantages(steps, args)  # their δ are the priorities of the pass below
         mse_val, mse_constant = score_error(L.scorer, steps, p.score_constant)
-        rank = spearman([s.value for s in steps], [s.ret for s in steps])
+        rank = common.spearman([s.value for s in steps], [s.ret for s in steps])
         L.replay.add(steps)
         ring = L.replay.steps
         if L.scorer.optimizer:
@@ -1057,7 +855,7 @@ def main(argv=None) -> int:
                 "score/mse_train": mse_train, "score/mse_val": mse_val, "score/mse_constant": mse_constant,
                 "score/rank_corr": rank, "perf/env_steps_per_s": len(steps) / clock.laps["collect"]}  # fmt: skip
         if version % args.eval_every == 0 or p.env_steps >= args.total_env_steps:
-            row = validate(L, row)
+            row |= validate(L)
             roll_back(L, row["eval/success"])
             clock.lap("eval")
         L.log(row | {f"time/{k}": v for k, v in clock.laps.items()})

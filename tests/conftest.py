@@ -88,3 +88,10 @@ def reference_logprobs(reference, adapter, prompt, action, temperature):
         logits = reference(input_ids=torch.tensor([prompt + action[:-1]])).logits[0]
     rows = (logits[len(prompt) - 1 :].float() / temperature).log_softmax(-1)
     return rows[torch.arange(len(action)), torch.tensor(action)]
+
+
+def top_rows(lm, trunks):
+    """`lm.top` with one row a sequence, zeros behind it: (B, T, D)."""
+    hidden, starts = lm.top(trunks)
+    assert starts.tolist() == [sum(len(h) for h in trunks[:i]) for i in range(len(trunks))]
+    return torch.nn.utils.rnn.pad_sequence(hidden.split([len(h) for h in trunks]), batch_first=True)

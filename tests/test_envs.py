@@ -58,8 +58,8 @@ def finish(env):
 
 
 def plain_home(env):
-    """At a task without a cookie banner."""
-    return task_with(env, lambda e: not e.shop.cookies)
+    """At a task without a cookie banner, whose home page links the categories and the cart."""
+    return task_with(env, lambda e: e.shop.cart_link and not e.shop.cookies and not e.shop.by_search)
 
 
 # ---- protocol --------------------------------------------------------------------------------------------------------
@@ -96,12 +96,14 @@ def test_expert_solves_every_task(name, split):
         steps, (obs, reward, terminated, truncated, info), transcript = finish(env)
         assert (reward, terminated, truncated) == (1.0, True, False), (seed, obs)
         assert info["success"] is True and info["valid"] and not info["repaired"] and set(info) == INFO_KEYS
+        assert all(envs.parse_action(action) == envs.parse_action(action)._replace(repaired=False) or name != "webnav"
+                   for _, action in transcript)  # fmt: skip
         assert obs.endswith("\nAction:")
         assert env.judge(transcript) == pytest.approx(1.0)
         lengths.append(steps)
     assert max(lengths) <= env.max_steps - 3
     if name == "webnav":
-        assert 4 <= statistics.mean(lengths) <= 6 and min(lengths) >= 2
+        assert 3.5 <= statistics.mean(lengths) <= 6 and min(lengths) >= 2
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -164,15 +166,17 @@ def test_garbage_costs_a_step_and_says_why(name, text):
     before, _ = env.reset(0)
     obs, reward, terminated, truncated, info = env.step(text)
     assert (reward, terminated, truncated, info["valid"], info["success"]) == (-0.02, False, False, False, False)
-    assert info["error"] and f"Error: {info['error']}\nAction:" in obs
-    assert obs.replace(f"Error: {info['error']}\n", "") == before
+    shown = f"error: 1 of 3, {info['error']}. " if name == "webnav" else f"Error: {info['error']}\n"
+    assert info["error"] and obs.count(shown) == 1
+    assert obs.replace(shown, "") == before
     obs.encode("utf-8")
-    assert "Error:" not in env.step(env.expert())[0]
+    assert "error:" not in env.step(env.expert())[0].lower()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_truncation_is_not_termination_and_bounds_hold(name):
     env = make_env(name)
+    env.patience = 99
     env.reset(0)
     rewards = []
     for n in range(env.max_steps):
@@ -227,9 +231,25 @@ def test_words_labels_and_layouts_of_the_splits_are_disjoint():
         assert not set(envs.LAYOUTS[a]) & set(envs.LAYOUTS[b])
     assert sum(len(x) for x in envs.LAYOUTS.values()) == 24 and all(envs.LAYOUTS.values())
     for split in envs.SPLITS:  # no two elements of one shop may share a label by accident
-        labels = [w for k, kind in envs.WORDS[split].items() if k not in ("looks", "stuffs") for w in kind]
+        apart = ("looks", "stuffs", "before", "after")
+        labels = [w for k, kind in envs.WORDS[split].items() if k not in apart for w in kind]
         labels += [f"{noun}s" for noun in envs.WORDS[split]["nouns"]]
+        for stems in envs.STEMS.values():
+            labels += [f"{w} {stem}" for w in envs.WORDS[split]["before"] for stem in stems]
+            labels += [f"{stem} {w}" for w in envs.WORDS[split]["after"] for stem in stems]
         assert len(labels) == len(set(labels)) and all(w == envs.clean(w).lower() and '"' not in w for w in labels)
+
+
+def test_no_label_of_a_test_or_validation_shop_is_seen_in_training():
+    labels = {}
+    for split in envs.SPLITS:
+        env = make_env("webnav", split=split)
+        labels[split] = set()
+        for task in range(150):
+            env.reset(task)
+            labels[split] |= set(env.shop.words.values()) - {""}
+    assert not labels["train"] & (labels["val"] | labels["test"]) and not labels["val"] & labels["test"]
+    assert len(labels["train"]) > 1000  # too many to learn by heart
 
 
 def test_repeated_action_costs_a_hundredth():
@@ -260,7 +280,7 @@ def test_dead_end_leaves_only_back():
 
 def test_cookie_banner_blocks_until_accepted():
     env = make_env("webnav")
-    task_with(env, lambda e: e.shop.cookies and e.shop.kind == "cart")
+    task_with(env, lambda e: e.shop.cookies and e.shop.kind == "cart" and not e.shop.by_search)
     first, accept = f'click "{env.shop.nouns[0]}s"', f'click "{env.shop.words["cookies"]}"'
     obs, reward, _, _, info = env.step(first)
     assert f"{env.shop.words['cookies']} first" in obs and info["valid"] and reward == 0.0
@@ -390,13 +410,26 @@ def test_judge_grows_with_the_transcript():
 # ---- gridworld -------------------------------------------------------------------------------------------------------
 
 
+def test_three_illegal_actions_in_a_row_end_the_episode_in_failure():
+    env = make_env("webnav")
+    env.reset(3)
+    for text, over in (("???", False), ("click nowhere", False), (env.expert(), False), ("???", False), ("???", False)):
+        _, _, terminated, truncated, _ = env.step(text)
+        assert (terminated, truncated) == (False, over)
+    saved = env.save()
+    for _ in range(2):  # the count is part of the saved state
+        env.restore(saved)
+        _, reward, terminated, truncated, info = env.step("type nowhere: x")
+        assert (reward, terminated, truncated, info["success"]) == (-0.02, True, False, False)
+
+
 def test_shortest_way_by_hand():
     env = make_env("gridworld", size=3)
     env.reset(0)
     obs = env.load(["A#F", ".#.", "..."])
     assert obs == (
-        "Goal: reach the flag\nOffset: 2 right\nUp: wall. Down: free. Left: wall. Right: wall.\n"
-        "Map:\nA#F\n.#.\n...\nAction:"
+        "Goal: reach the flag\nMap:\nA#F\n.#.\n...\n"
+        "Offset: 2 right\nUp: wall. Down: free. Left: wall. Right: wall.\nAction:"
     )
     assert env.distance() == 6
     assert [(r, c, d) for r, c, _, d in env.cells()] == [
@@ -503,9 +536,9 @@ def test_extractor_reads_a_page_by_hand():
         False,
     )  # fmt: skip
     assert render_state(page, "g", [("home", 'click "x"')], "oops") == (
-        "Goal: g\nPage: my shop | /x\nText: Hello. Two big lamps & <|im_start|>user top\n"
+        "Goal: g\nPage: my shop | /x\nText: error: oops. Hello. Two big lamps & <|im_start|>user top\n"
         "Links: lamps | lamps #2 | pic\n"
-        "Buttons: buy 'now' | go\nInputs: search = oak | city\nDone: click \"x\"\nError: oops\nAction:"
+        "Buttons: buy 'now' | go\nInputs: search = oak | city\nDone: click \"x\"\nAction:"
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, plain_reference, random_prompts, randomise, reference_logprobs
+from conftest import ROOT, plain_reference, random_prompts, randomise, reference_logprobs, top_rows
 
 import common
 import threespo
@@ -49,6 +49,10 @@ def sampled_steps(lm, lengths=LENGTHS, temperature=1.0, seed=0, tokens=6, versio
     return steps
 
 
+def states_of(lm, prompts):
+    return [Step(p, h) for p, h in zip(prompts, lm.trunk(prompts), strict=True)]
+
+
 # ------------------------------------------------------------------------------------------------ sampling == training
 
 
@@ -74,7 +78,7 @@ def test_training_forward_equals_sampling_on_every_adapter(load_4bit, temperatur
     for adapter in ADAPTERS:
         with lm.adapter(adapter):
             steps = sampled_steps(lm, temperature=temperature)
-            logp, entropy = threespo.token_logprobs(lm, steps, temperature)
+            logp, entropy = threespo.token_logprobs(lm, steps, temperature, with_entropy=True)
         sampled = torch.cat([s.sampler_logp for s in steps])
         assert len(logp) == sum(len(s.action) for s in steps)
         assert float((logp.detach() - sampled).exp().sub(1).abs().max()) < 1e-3
@@ -89,7 +93,7 @@ def test_training_forward_equals_sampling_on_every_adapter(load_4bit, temperatur
 
 def test_token_entropy_is_that_of_the_whole_distribution(tiny):
     step = sampled_steps(tiny, (9,))[0]
-    _, entropy = threespo.token_logprobs(tiny, [step], 0.7)
+    _, entropy = threespo.token_logprobs(tiny, [step], 0.7, with_entropy=True)
     reference = plain_reference(tiny)
     with torch.no_grad():
         logits = reference(input_ids=torch.tensor([step.state + step.action[:-1]])).logits[0, 8:]
@@ -308,7 +312,7 @@ def exact_kl(lm, steps):
     with torch.no_grad():
         for name in ("policy", "ref"):
             with lm.adapter(name):
-                hidden = lm.top([s.trunk for s in steps])
+                hidden = top_rows(lm, [s.trunk for s in steps])
                 picked = [hidden[i, len(s.state) - 1 : len(s.state) - 1 + len(s.action)] for i, s in enumerate(steps)]
                 rows[name] = lm.head(torch.cat(picked)).float().log_softmax(-1)
     return float((rows["policy"].exp() * (rows["policy"] - rows["ref"])).sum(-1).mean())
@@ -327,9 +331,20 @@ def weights_of(lm):
     return {k: v.detach().clone() for k, v in lm.peft.named_parameters()}
 
 
+def test_one_unlearned_token_does_not_rule_the_kl_gradient():
+    """k3 has gradient 1 - e^d; beyond d = 3 it is flat (e^10 would be 22026 times an ordinary token's weight)."""
+    args = Args(kl_coef=1.0, ent_coef=0.0)
+    ref, logp = torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -11.0], requires_grad=True)
+    zero = torch.zeros(2)
+    loss, sums = ppo_loss(logp, logp.detach(), ref, zero, zero, torch.ones(2), args)
+    loss.backward()
+    assert logp.grad.tolist() == pytest.approx([1 - math.e, 0.0], abs=1e-5)
+    assert float(sums["ref_kl"]) == pytest.approx((math.e - 2) + (math.e**3 - 4), rel=1e-5)
+
+
 def test_a_kl_only_update_lowers_the_kl_to_the_reference(fresh):
     args = Args(kl_coef=1.0, ent_coef=0.0, target_kl=1e9, minibatch=40, policy_passes=1.0)
-    optimizer = Optimizer(fresh.params("policy"), 3e-3, warmup=0.0)
+    optimizer = Optimizer(fresh.params("policy"), 3e-3, warmup=1)
     steps, replay = prepared(fresh, args, lengths=LENGTHS * 6)
     assert all(s.advantage == 0 for s in steps)
     before, path = weights_of(fresh), [exact_kl(fresh, steps)]
@@ -345,7 +360,7 @@ def test_a_kl_only_update_lowers_the_kl_to_the_reference(fresh):
 
 def test_the_update_raises_good_actions_and_lowers_bad_ones(fresh):
     args = Args(kl_coef=0.0, ent_coef=0.0, target_kl=1e9, clip_eps=0.9, minibatch=40, policy_passes=1.0)
-    optimizer = Optimizer(fresh.params("policy"), 1e-3, warmup=0.0)
+    optimizer = Optimizer(fresh.params("policy"), 1e-3, warmup=1)
     steps, replay = prepared(fresh, args, lengths=LENGTHS * 4)
     for i, step in enumerate(steps):
         step.advantage = 1.0 if i % 2 else -1.0
@@ -362,7 +377,7 @@ def test_first_minibatch_has_ratio_one(fresh):
     args = Args(minibatch=7, micro_tokens=64)
     _, replay = prepared(fresh, args, lengths=LENGTHS * 4)
     logs = threespo.update_policy(fresh, Optimizer(fresh.params("policy"), 1e-4), replay, 1, args, 0.0, False)
-    assert logs["policy/first_ratio_dev"] < 1e-3 and logs["policy/minibatches"] == 4
+    assert logs["policy/first_ratio_dev"] < 1e-3 and logs["policy/minibatches"] == 7  # 2.0 passes of 24 steps
     assert logs["policy/stopped"] == 0
 
 
@@ -377,7 +392,7 @@ def test_micro_batches_do_not_change_the_update(fresh):
         steps, replay = prepared(fresh, args, lengths=LENGTHS * 2)
         for i, step in enumerate(steps):
             step.advantage = math.cos(i)
-        optimizer = Optimizer(fresh.params("policy"), 1e-3, warmup=0.0)
+        optimizer = Optimizer(fresh.params("policy"), 1e-3, warmup=1)
         threespo.update_policy(fresh, optimizer, replay, 1, args, 0.0, False)
         weights.append(next(iter(optimizer.adam.state.values()))["exp_avg"].clone())  # the gradient itself
     torch.testing.assert_close(weights[0], weights[1], atol=1e-6, rtol=1e-3)
@@ -385,7 +400,7 @@ def test_micro_batches_do_not_change_the_update(fresh):
 
 def test_early_stop_takes_no_step(fresh):
     args = Args(target_kl=0.0, minibatch=5)
-    optimizer = Optimizer(fresh.params("policy"), 1e-2, warmup=0.0)
+    optimizer = Optimizer(fresh.params("policy"), 1e-2, warmup=1)
     steps, replay = prepared(fresh, args)
     for step in steps:
         step.logp, step.advantage = step.logp - 0.1, 1.0  # as if the policy had changed since
@@ -400,7 +415,7 @@ def test_early_stop_takes_no_step(fresh):
 
 def test_a_nonfinite_advantage_does_not_reach_the_weights(fresh):
     args = Args(minibatch=40, target_kl=1e9)
-    optimizer = Optimizer(fresh.params("policy"), 1e-2, warmup=0.0)
+    optimizer = Optimizer(fresh.params("policy"), 1e-2, warmup=1)
     steps, replay = prepared(fresh, args)
     steps[0].advantage = math.nan
     before = weights_of(fresh)
@@ -485,13 +500,13 @@ def with_random_head(model, seed=0):
 
 
 def test_a_fresh_score_is_zero_everywhere(tiny):
-    assert np.abs(ScoreModel(tiny, (-1, 1), Args()).score(tiny.trunk(random_prompts(LENGTHS)))).max() < 1e-6
+    assert np.abs(ScoreModel(tiny, (-1, 1), Args()).score(states_of(tiny, random_prompts(LENGTHS)))).max() < 1e-6
 
 
 def test_score_reads_the_last_token_and_nothing_else(tiny):
     model = with_random_head(ScoreModel(tiny, (-1, 1), Args()))
     prompts = random_prompts(LENGTHS, seed=20)
-    scores = model.score(tiny.trunk(prompts))
+    scores = model.score(states_of(tiny, prompts))
     assert scores.std() > 1e-3 and np.abs(scores).max() <= 1
     # by the plain model: hidden state of the last token, head, mean over the atoms
     reference = plain_reference(tiny)
@@ -502,17 +517,17 @@ def test_score_reads_the_last_token_and_nothing_else(tiny):
             expected = float(model.head(hidden).softmax(-1) @ torch.linspace(-1, 1, 21))
         assert score == pytest.approx(expected, abs=1e-4)
     changed = [[*p[:-1], (p[-1] + 1) % 512] for p in prompts]
-    assert (np.abs(model.score(tiny.trunk(changed)) - scores) > 1e-5).all()
+    assert (np.abs(model.score(states_of(tiny, changed)) - scores) > 1e-5).all()
 
 
 def test_score_does_not_depend_on_the_batch(tiny):
     model = with_random_head(ScoreModel(tiny, (-1, 1), Args()))
-    trunks = tiny.trunk(random_prompts(LENGTHS, seed=21))
-    scores = model.score(trunks)
-    np.testing.assert_allclose(model.score(trunks[::-1])[::-1], scores, atol=1e-5)
-    np.testing.assert_allclose([model.score([t])[0] for t in trunks], scores, atol=1e-5)
+    steps = states_of(tiny, random_prompts(LENGTHS, seed=21))
+    scores = model.score(steps)
+    np.testing.assert_allclose(model.score(steps[::-1])[::-1], scores, atol=1e-5)
+    np.testing.assert_allclose([model.score([s])[0] for s in steps], scores, atol=1e-5)
     model.args = Args(micro_tokens=16)
-    np.testing.assert_allclose(model.score(trunks), scores, atol=1e-5)
+    np.testing.assert_allclose(model.score(steps), scores, atol=1e-5)
     assert model.score([]).shape == (0,)
 
 
@@ -533,14 +548,14 @@ def test_score_learns_and_generalises(score_loss):
     train, held = toy(lm, 48, 0), toy(lm, 24, 1)
     losses = [
         model.update([train[i] for i in rng_for(e, "toy").permutation(48)[first : first + 16]], np.ones(16), 0.2)
-        for e in range(8)
+        for e in range(14)
         for first in (0, 16, 32)
     ]
     assert losses[-1] < losses[0]
     threespo.fill_values(model, held)
     mse, constant = threespo.score_error(model, held, 0.2)  # 0.2 = the mean return
     assert constant == pytest.approx(0.36) and mse < 0.1, mse
-    assert threespo.spearman([s.value for s in held], [s.ret for s in held]) > 0.8
+    assert common.spearman([s.value for s in held], [s.ret for s in held]) > 0.8
     moved = {k for k, v in weights_of(lm).items() if not torch.equal(v, before[k])}
     assert moved and all(".score." in k for k in moved)
     assert lm.peft.active_adapter == "policy"
@@ -562,7 +577,7 @@ def test_fill_values_also_fills_the_state_a_truncated_episode_ended_in(tiny):
     steps = [Step(a, tiny.trunk([a])[0], [5]), Step(b, tiny.trunk([b])[0], [5], truncated=True)]
     steps[1].final_state, steps[1].final_trunk = end, tiny.trunk([end])[0]
     threespo.fill_values(model, steps)
-    scores = model.score(tiny.trunk([a, b, end]))
+    scores = model.score(states_of(tiny, [a, b, end]))
     assert [steps[0].value, steps[1].value, steps[1].final_value] == pytest.approx((scores + 1).tolist(), abs=1e-5)
     assert steps[0].final_value == 0.0
 
@@ -576,21 +591,22 @@ def test_state_score_ignores_the_action_tokens(tiny):
 
 
 def test_spearman_by_hand():
-    assert threespo.spearman([1, 2, 3], [10, 20, 90]) == pytest.approx(1)
-    assert threespo.spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
-    assert threespo.spearman([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)  # 1 - 6·2 / (4·15)
-    assert threespo.spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(1.5 / math.sqrt(1.5 * 2))  # ties: ranks 1.5 1.5 3
-    assert threespo.spearman([1, 1, 1], [1, 2, 3]) == 0.0
+    assert common.spearman([1, 2, 3], [10, 20, 90]) == pytest.approx(1)
+    assert common.spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert common.spearman([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)  # 1 - 6·2 / (4·15)
+    assert common.spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(1.5 / math.sqrt(1.5 * 2))  # ties: ranks 1.5 1.5 3
+    assert common.spearman([1, 1, 1], [1, 2, 3]) == 0.0
 
 
 def test_prompt_scorer(tiny):
     scorer = PromptScorer(tiny, (-0.5, 1.5), Args(scorer="prompt"))
     states = [tiny.encode(t) for t in ("goal reach the flag", "trap", "x" * 200, "page text links")]
-    scores = scorer.score_ids(states)
+    steps = states_of(tiny, states)
+    scores = scorer.score(steps)
     assert scores.shape == (4,) and (np.abs(scores) <= 1).all() and scores.std() > 0
     assert scorer.optimizer is None and len(set(scorer.digits)) == 10
-    np.testing.assert_allclose(scorer.score_ids(states[::-1])[::-1], scores, atol=1e-5)
-    np.testing.assert_allclose([scorer.score_ids([s])[0] for s in states], scores, atol=1e-5)
+    np.testing.assert_allclose(scorer.score(steps[::-1])[::-1], scores, atol=1e-5)
+    np.testing.assert_allclose([scorer.score([s])[0] for s in steps], scores, atol=1e-5)
     assert scorer.to_value(0.0) == 0.5
     steps = [Step(s, tiny.trunk([s])[0], [5]) for s in states]
     threespo.fill_values(scorer, steps)
@@ -598,7 +614,7 @@ def test_prompt_scorer(tiny):
     other = load_model(
         "tiny", adapters=ADAPTERS, load_4bit=False, lora_rank=8
     )  # adapters are off: same base, same scores
-    np.testing.assert_allclose(PromptScorer(other, (0, 1), Args()).score_ids(states), scores, atol=1e-5)
+    np.testing.assert_allclose(PromptScorer(other, (0, 1), Args()).score(states_of(other, states)), scores, atol=1e-5)
 
 
 def test_prompt_scorer_is_the_expected_digit(tiny):
@@ -607,7 +623,7 @@ def test_prompt_scorer_is_the_expected_digit(tiny):
     fake[0, scorer.digits[9]], fake[0, scorer.digits[3]] = math.log(3.0), 0.0  # p(9) = 3/4, p(3) = 1/4: rating 7.5
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "head", lambda features: fake)
-        assert scorer.score_ids([[5, 6]])[0] == pytest.approx(7.5 / 4.5 - 1, abs=1e-5)
+        assert scorer.score(states_of(tiny, [[5, 6]]))[0] == pytest.approx(7.5 / 4.5 - 1, abs=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------------- replay
@@ -631,14 +647,17 @@ def test_ring_keeps_the_last_iterations():
 def test_importance_weights_by_hand():
     replay = Replay(Args(priority_alpha=1.0))
     steps = numbered(0.0, 0.99, -2.99)  # priorities 0.01, 1, 3 of 4.01; N P = 3·p; (1/NP)^β, largest at the rarest
-    batch, weights = replay.sample(rng_for(1), steps, 3, 1.0)
+    batch, weights = replay.sample(rng_for(1), steps, 9000, 1.0)
     found = {s.state[0]: w for s, w in zip(batch, weights, strict=True)}
     assert found == pytest.approx({0: 1.0, 1: 0.01, 2: 0.01 / 3})
-    batch, weights = replay.sample(rng_for(1), steps, 3, 0.5)
+    # unbiased: drawn P N_draws times with weight ~ 1/P, each step counts the same
+    total = {k: sum(w for s, w in zip(batch, weights, strict=True) if s.state[0] == k) for k in found}
+    assert total[2] == pytest.approx(total[1], rel=0.1) and total[0] == pytest.approx(total[1], rel=0.6)
+    batch, weights = replay.sample(rng_for(1), steps, 9000, 0.5)
     found = {s.state[0]: w for s, w in zip(batch, weights, strict=True)}
     assert found == pytest.approx({0: 1.0, 1: 0.1, 2: math.sqrt(0.01 / 3)})
     alpha = Replay(Args(priority_alpha=0.6))
-    batch, weights = alpha.sample(rng_for(1), steps, 3, 1.0)
+    batch, weights = alpha.sample(rng_for(1), steps, 9000, 1.0)
     found = {s.state[0]: w for s, w in zip(batch, weights, strict=True)}
     assert found == pytest.approx({0: 1.0, 1: 0.01**0.6, 2: (0.01 / 3) ** 0.6})
 
@@ -648,9 +667,8 @@ def test_weights_are_at_most_one_and_all_one_for_equal_priorities():
     replay = Replay(Args())
     for seed in range(20):
         batch, weights = replay.sample(rng_for(seed), numbered(*rng.normal(size=30)), 12, 0.4)
-        assert len(batch) == 12 and weights.max() == 1.0 and weights.min() > 0
-        assert len({id(s) for s in batch}) == 12  # without replacement
-    assert replay.sample(rng_for(1), numbered(*[0.5] * 5), 99, 0.7)[1].tolist() == [1.0] * 5
+        assert len(batch) == 12 and weights.max() <= 1.0 and weights.min() > 0
+    assert replay.sample(rng_for(1), numbered(*[0.5] * 5), 9, 0.7)[1].tolist() == [1.0] * 9
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -813,7 +831,7 @@ def test_empty_observations(tiny, monkeypatch, num_envs):
     assert stats["episodes"] == 6
     steps = [s for e in episodes for s in e]
     assert all(len(s.trunk) == len(s.state) + len(s.action) - 1 for s in steps)
-    threespo.fill_logprobs(tiny, steps, "policy", "logp", Args())
+    threespo.fill_logprobs(tiny, steps, "policy", "logp", Args(temperature=1.0))
     for step in steps:
         torch.testing.assert_close(step.logp, step.sampler_logp, atol=1e-3, rtol=1e-3)
 
@@ -972,7 +990,7 @@ def test_evaluation_scores_are_in_the_trace(tiny, monkeypatch):
     _, traces = threespo.evaluate(tiny, Args(gamma=0.5), "test", 3, scorer)
     row = traces[2]["steps"][1]
     state = tiny.encode("task 2 step 1")
-    assert row["score"] == pytest.approx(float(scorer.score(tiny.trunk([state]))[0]), abs=1e-4)
+    assert row["score"] == pytest.approx(float(scorer.score(states_of(tiny, [state]))[0]), abs=1e-4)
     assert row["value"] == pytest.approx(row["score"] + 1, abs=1e-6) and row["return"] == pytest.approx(0.75)
 
 
@@ -983,7 +1001,7 @@ def test_case_study_marks_jumps_and_escapes(tiny):
         dict(task=1, success=False, steps=[step(0.3, "<script>"), step(-0.4)]),
         dict(task=2, success=False, steps=[dict(state="", action="", reward=0.0)]),
     ]
-    lines = threespo.case_study(traces)
+    lines = common.case_study(traces)
     rows = [line for line in lines if re.match(r"\| \d", line)]
     assert [r.rsplit("|", 2)[1].strip() for r in rows] == ["jump", "", "", "trap", ""]
     assert "<script>" not in "\n".join(lines) and "<b>" not in "\n".join(lines)
@@ -1007,10 +1025,10 @@ def test_pack_and_unpack_are_inverse_bit_for_bit(fresh, tmp_path):
         for step in steps:
             step.trunk = convert(step.trunk)
             step.final_trunk = None if step.final_trunk is None else convert(step.final_trunk)
-        tensors, rows = threespo.pack_steps(steps)
+        tensors, rows = common.pack_steps(steps)
         common.save_checkpoint(tmp_path / "ring", tensors, {"rows": rows})
         tensors, state = common.load_checkpoint(tmp_path / "ring")
-        for old, new in zip(steps, threespo.unpack_steps(tensors, state["rows"]), strict=True):
+        for old, new in zip(steps, common.unpack_steps(Step, tensors, state["rows"]), strict=True):
             assert {f.name for f in fields(Step)} == set(vars(old)) == set(vars(new))
             for name, value in vars(old).items():
                 other = getattr(new, name)
@@ -1018,7 +1036,7 @@ def test_pack_and_unpack_are_inverse_bit_for_bit(fresh, tmp_path):
                     assert other.dtype == value.dtype and torch.equal(other, value), name
                 else:
                     assert other == value and type(other) is type(value), name
-    assert threespo.unpack_steps(*threespo.pack_steps([])) == []
+    assert common.unpack_steps(Step, *common.pack_steps([])) == []
 
 
 # -------------------------------------------------------------------------------------------------------- command line
@@ -1530,7 +1548,7 @@ class TestSmolLM2:
         with lm.adapter("policy"):
             outs = lm.generate(prompts, 6, 1.0, torch_rng_for("cpu", "bf16"))
         steps = [Step(p, o["trunk"], o["ids"]) for p, o in zip(prompts, outs, strict=True)]
-        threespo.fill_logprobs(lm, steps, "policy", "logp", Args(micro_tokens=4096))
+        threespo.fill_logprobs(lm, steps, "policy", "logp", Args(micro_tokens=4096, temperature=1.0))
         with lm.adapter("policy"), torch.no_grad():
             for size in (2, 5):  # a single row takes another kernel: 0.021 measured
                 now = [threespo.token_logprobs(lm, steps[i : i + size], 1.0)[0] for i in range(0, 12, size)]
@@ -1555,7 +1573,7 @@ class TestSmolLM2:
 
         def gradients():
             trunks = lm.trunk(prompts)
-            lm.top(trunks)[:, 3].float().square().mean().backward()
+            top_rows(lm, trunks)[:, 3].float().square().mean().backward()
             grads = {k: p.grad.clone() for k, p in lm.params("policy").items()}
             for param in lm.params("policy").values():
                 param.grad = None
@@ -1569,5 +1587,5 @@ class TestSmolLM2:
     def test_prompt_scorer_reads_ten_digits(self, lm):
         scorer = PromptScorer(lm, (-1, 1), Args(scorer="prompt"))
         assert sorted(lm.tokenizer.decode([d]).strip() for d in scorer.digits) == list("0123456789")
-        scores = scorer.score_ids([lm.encode("Goal: reach the flag.\nFlag: here.")])
+        scores = scorer.score(states_of(lm, [lm.encode("Goal: reach the flag.\nFlag: here.")]))
         assert -1 <= scores[0] <= 1

@@ -104,10 +104,11 @@ class Args:
 TUNED = {  # defaults that depend on another flag; a flag given by hand always wins
     ("preset", "quick"): dict(total_env_steps=550, demos=40, warmup_epochs=2, score_episodes=16, random_episodes=8,
                               score_epochs=2, episodes_per_iter=16, num_envs=24, val_episodes=8, eval_episodes=24),
-    ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", warmup_lr=1e-3, score_lr=1e-3,
+    ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", warmup_lr=2e-3, score_lr=1e-3,
                             policy_lr=2e-4, micro_tokens=8192),
-    ("env", "gridworld"): dict(demos=250, warmup_epochs=4, warmup_minibatch=32, total_env_steps=8000, minibatch=64,
-                               score_episodes=150, random_episodes=60, episodes_per_iter=80, num_envs=100),
+    ("env", "gridworld"): dict(demos=450, warmup_epochs=3, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
+                               score_episodes=150, random_episodes=60, episodes_per_iter=80, num_envs=100, gamma=0.9,
+                               score_minibatch=32, score_epochs=4),
     ("algo", "ppo"): dict(replay_iters=1, score_episodes=0, random_episodes=0, score_epochs=0),
 }  # fmt: skip
 

@@ -102,8 +102,8 @@ class Args:
 
 
 TUNED = {  # defaults that depend on another flag; a flag given by hand always wins
-    ("preset", "quick"): dict(total_env_steps=550, demos=40, warmup_epochs=2, score_episodes=16, random_episodes=8,
-                              score_epochs=2, episodes_per_iter=16, num_envs=24, val_episodes=8, eval_episodes=24),
+    ("preset", "quick"): dict(total_env_steps=350, demos=40, warmup_epochs=2, score_episodes=16, random_episodes=8,
+                              score_epochs=1, episodes_per_iter=16, num_envs=24, val_episodes=8, eval_episodes=24),
     ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", warmup_lr=2e-3, score_lr=1e-3,
                             policy_lr=2e-4, micro_tokens=8192),
     ("env", "gridworld"): dict(demos=450, warmup_epochs=3, warmup_minibatch=32, total_env_steps=6000, minibatch=64,

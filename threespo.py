@@ -388,7 +388,7 @@ def demonstrations(lm: LM, args) -> list[Step]:
 
     With probability `demo_noise` some action seen before is carried out in place of the expert's, legal here or not;
     the step still teaches what the expert would do (noise injection, DART, arXiv 1703.09327): demonstrations without
-    mistakes never show how to recover from one, and their clone repeats its first illegal action until time is out.
+    mistakes never show how to recover from one, and their clone repeats its first illegal action to the end.
     """
     states, texts = [], []
     env, rng = make_env(args.env, seed=args.seed, split="train"), rng_for(args.seed, "demonstrations")
@@ -496,7 +496,10 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
             for rows in token_batches([len(s.trunk) for s in chunk], args.micro_tokens):
                 part = [chunk[i] for i in rows]
                 counts = torch.tensor([len(s.action) for s in part])
-                spread = lambda x: torch.tensor(x, dtype=torch.float32).repeat_interleave(counts).to(lm.device)  # noqa: E731, B023  (B,) -> (N,)
+
+                def spread(x, counts=counts):  # (B,) -> (N,): a step's number for each of its action tokens
+                    return torch.tensor(x, dtype=torch.float32).repeat_interleave(counts).to(lm.device)
+
                 logp, entropy = token_logprobs(lm, part, args.temperature, with_entropy=True)
                 old, ref = (torch.cat([getattr(s, k) for s in part]).to(lm.device) for k in ("logp", "ref_logp"))
                 advantages, importance = spread([s.advantage for s in part]), spread([float(w[i]) for i in rows])

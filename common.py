@@ -767,6 +767,34 @@ def token_batches(lengths, budget: int) -> list[list[int]]:
     return batches + [current] if current else batches
 
 
+def demonstrated(lm: LM, prompts, texts):
+    """Turn given action texts into what `generate` would have returned: ids with a leading space and a final EOS."""
+    ids = [lm.encode(" " + text) + [lm.eos_id] for text in texts]
+    trunks = lm.trunk([p + a[:-1] for p, a in zip(prompts, ids, strict=True)])
+    return [dict(ids=a, logps=[0.0] * len(a), finish="eos", trunk=h) for a, h in zip(ids, trunks, strict=True)]
+
+
+def demonstrations(lm: LM, env, args) -> list[tuple[list[int], dict]]:
+    """(state ids, output as of `generate`) of each step of `args.demos` expert episodes in `env`.
+
+    With probability `demo_noise` some action seen before is carried out in place of the expert's, legal here or not;
+    the step still teaches what the expert would do (noise injection, DART, arXiv 1703.09327): demonstrations without
+    mistakes never show how to recover from one, and their clone repeats its first illegal action to the end.
+    """
+    states, texts = [], []
+    rng = rng_for(args.seed, "demonstrations")
+    for task in range(args.demos):
+        obs, _ = env.reset(seed=10**6 + task)  # tasks no rollout uses
+        done = False
+        while not done:
+            states.append(lm.encode_prompt(obs, env.max_action_tokens)[0])
+            texts.append(env.expert())
+            slip = rng.random() < args.demo_noise
+            obs, _, terminated, truncated, _ = env.step(texts[rng.integers(len(texts))] if slip else texts[-1])
+            done = terminated or truncated
+    return list(zip(states, demonstrated(lm, states, texts), strict=True))
+
+
 # ------------------------------------------------------------------------------------------------------------ optimiser
 class Optimizer:
     """AdamW on fp32 master copies of the parameters (bf16 LoRA weights would lose small updates).
@@ -813,6 +841,12 @@ class Optimizer:
         self.steps += 1
         self.publish()
         return norm
+
+    @torch.no_grad()
+    def adopt(self):
+        """Take over weights that were written into the parameters from outside (a copied adapter)."""
+        for key, param in self.params.items():
+            self.master[key].copy_(param)
 
     @torch.no_grad()
     def publish(self):
@@ -976,7 +1010,7 @@ def keep_freed_memory():
 
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        for option, value in ((-3, 2**30), (-1, 2**31 - 1), (-2, 2**26)):  # thresholds of mmap and trim, heap growth
+        for option, value in ((-3, 2**30), (-1, 2**31 - 1), (-2, 2**26), (-8, 1)):  # mmap, trim, heap growth, arenas
             mallopt(option, value)
 
 
@@ -1128,6 +1162,31 @@ class Checkpoints:
         print(f"\n{where}: validation success {100 * result['success']:.1f}%")
         return {f"eval/{k}": result[k] for k in ("success", "ep_len", "invalid_rate")}
 
+    def epoch(self, steps: list, update, size: int, epochs: int, seed: int, stop) -> float:
+        """One shuffled pass of `update(minibatch, progress of the stage)`; mean of the losses. Ctrl-C ends it early."""
+        order, losses = rng_for(seed, self.p.stage, self.p.iteration).permutation(len(steps)), []
+        for first in range(0, len(order), size):
+            chunk = [steps[i] for i in order[first : first + size]]
+            losses.append(update(chunk, (self.p.iteration + first / len(order)) / epochs))
+            if stop:
+                break
+        return float(np.mean(losses))
+
+    def roll_back(self, success: float, drop: float):
+        """Keep the best validated weights; restore them, at half the policy rate, when success stays `drop` below."""
+        p, policy = self.p, self.optimizers["policy"]
+        if success >= p.best:
+            p.best, p.below = success, 0
+            self.save("best")
+            return
+        p.below = p.below + 1 if success < p.best - drop else 0
+        if p.below >= 2:
+            scale = policy.scale / 2
+            self.restore("best", weights_only=True)
+            policy.scale, p.below, p.rollbacks = scale, 0, p.rollbacks + 1
+            stayed = f"success {success:.2f} stayed below {p.best:.2f}"
+            print(f"\nrollback: {stayed}; best weights restored, policy rate halved")
+
     def resume(self, eval_only: str, resumed: bool):
         """Continue where the run folder stands: its best weights to evaluate, its last state to train on."""
         folder = self.run.folder / "checkpoints"
@@ -1201,6 +1260,20 @@ def spearman(a, b) -> float:
 
     ra, rb = ranks(a), ranks(b)
     return float(np.corrcoef(ra, rb)[0, 1]) if ra.std() > 0 and rb.std() > 0 else 0.0
+
+
+def heat_maps(lm: LM, env, score, grids: int = 12) -> list[dict]:
+    """Score over the cells of unseen grids beside the true distance, and their rank correlation (5.3)."""
+    maps = []
+    for task in range(grids):
+        env.reset(seed=task)
+        rows, columns, texts, distances = zip(*env.cells(), strict=True)
+        states = [lm.encode(text) for text in texts]
+        scores = score(states, lm.trunk(states)).tolist()
+        rank = spearman(scores, [-d for d in distances])
+        cells = list(zip(rows, columns, scores, distances, strict=True))
+        maps.append(dict(size=env.size, rank_corr=rank, cells=cells))
+    return maps
 
 
 def case_study(traces, count: int = 2) -> list[str]:

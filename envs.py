@@ -352,7 +352,7 @@ class Env:
     name = summary = ""
     OPTIONS: ClassVar[dict] = {}
     cut = False  # was anything in the present state shortened?
-    patience = 10**9  # so many illegal actions in a row end the episode (terminated: the state shows the count)
+    patience = 10**9  # so many fruitless actions in a row end the episode (terminated: the state shows the count)
     max_action_tokens = 16  # generation cap: the longest legal action with SmolLM2's tokenizer, and EOS
 
     def __init__(self, seed: int = 0, split: str = "train", **options):
@@ -376,7 +376,7 @@ class Env:
     def _make(self, seed: int):
         self.task_seed = seed
         self.state = {"steps": 0, "over": False, "success": False, "valid": True, "repaired": False, "action": ""}
-        self.state |= {"error": "", "history": [], "illegal": 0}
+        self.state |= {"error": "", "history": [], "repeat": False, "fruitless": 0}
         self._begin(random.Random(f"{self.name}/{self.split}/{seed}"))
 
     def step(self, text: str):
@@ -385,10 +385,10 @@ class Env:
             raise RuntimeError("the episode is over or has not begun: call reset()")
         s = self.state
         s["steps"] += 1
-        s.update(valid=True, repaired=False, action="", error="")
+        s.update(valid=True, repaired=False, action="", error="", repeat=False)
         reward, terminated = self._act(str(text))
-        s["illegal"] = 0 if s["valid"] else s["illegal"] + 1  # in a row
-        terminated = terminated or s["illegal"] >= self.patience
+        s["fruitless"] = s["fruitless"] + 1 if s["repeat"] or not s["valid"] else 0  # in a row
+        terminated = terminated or s["fruitless"] >= self.patience
         truncated = not terminated and s["steps"] >= self.max_steps
         s["over"] = terminated or truncated
         return self._observe(), reward, terminated, truncated, self._info()
@@ -509,8 +509,7 @@ WORDS = {split: {kind: words.split(", ") for kind, words in kinds.items()} for s
 # policy cannot learn them by heart: it has to read them off the page, and the words of validation and test are its own.
 STEMS = {
     "home": "home", "next": "next", "previous": "previous", "search": "search", "help": "help, faq", "login": "log in",
-    "submit": "submit, send", "user": "user name, user", "password": "password", "account": "account",
-    "orders": "orders", "cart": "cart", "add": "add to cart, put in cart", "save": "wishlist, share, compare",
+    "submit": "submit, send", "user": "user name, user", "password": "password", "orders": "orders", "cart": "cart", "add": "add to cart, put in cart", "save": "wishlist, share, compare",
     "cookies": "accept cookies, allow cookies", "dead": "press, jobs, blog, careers", "ghost": "deals, outlet, gifts",
     "price": "price", "reviews": "reviews", "shipping": "shipping",
 }  # fmt: skip
@@ -587,7 +586,7 @@ class WebNav(Env):
     and input until accepted.
     Reward: 1 on success; -0.01 for an action already taken in the same page and state; -0.02 for an illegal one; with
     shaping=True +0.02 the first time each detail tab is opened.
-    Ends: success, any answer, or 3 illegal actions in a row (terminated); 15 steps (truncated).
+    Ends: success, any answer, or 3 fruitless actions in a row, illegal or taken before in the same state (terminated); 15 steps (truncated).
     `cut` in info counts shortened text, labels or lists, not the compression of old actions to `visited:`.
 
     By hand: find the price of a product through the shelves.
@@ -601,8 +600,9 @@ class WebNav(Env):
 
     # Difficulty: change here (or in a subclass) and measure again.
     KINDS: ClassVar[dict] = {  # shares of the goals
-        "price": 20, "reviews": 19, "shipping": 19, "help": 14, "order": 6, "cart": 18, "cheapest": 4,
+        "price": 20, "reviews": 19, "shipping": 19, "help": 16, "order": 4, "cart": 18, "cheapest": 3,
     }  # fmt: skip
+    MODIFIED = 0.3  # share of labels with a word before or behind the usual one
     COOKIES = 0.2  # probability of a cookie banner
     CART_LINK = 0.3  # probability of a link to the cart on the home page (an empty page: a detour)
     GHOST_HOME = 0.25  # probability of a broken link on the home page
@@ -610,7 +610,7 @@ class WebNav(Env):
     DEAD_END = 0.5  # probability of a dead-end page linked from home
     PAIR = 0.10  # probability that product pages also sell the similar product (a second, equal button)
     WAS_PRICE = 0.15  # probability of an old price beside the price
-    SEARCH = 0.25  # share of product tasks whose home page links no category: the search box leads there
+    SEARCH = 0.15  # share of product tasks whose home page links no category: the search box leads there
     CATEGORIES = 3
     PRODUCTS = (2, 5)  # products in a category, least and most
     CHEAPEST_PRODUCTS = (2, 3)  # the same for the category of a cheapest task
@@ -691,9 +691,10 @@ class WebNav(Env):
 
     def _label(self, rng: random.Random, stem: str) -> str:
         words, form = WORDS[self.split], rng.random()
-        if self.split == "train" and form > 0.9:
+        if form >= self.MODIFIED:
             return stem
-        return f"{rng.choice(words['before'])} {stem}" if form < 0.5 else f"{stem} {rng.choice(words['after'])}"
+        before = form < self.MODIFIED / 2
+        return f"{rng.choice(words['before'])} {stem}" if before else f"{stem} {rng.choice(words['after'])}"
 
     # ---- pages: rendered to HTML, read back ------------------------------------------------------------------------
 
@@ -710,7 +711,7 @@ class WebNav(Env):
             if shop.by_search:
                 items = [""] * len(items)
             items += [_a(w["help"], "/help?p=1"), _a(w["cart"], "/cart") if shop.cart_link else ""]
-            items.append(_a(w["account"], "/account") if s["user"] else _a(w["login"], "/login"))
+            items.append(_a(w["orders"], "/orders") if s["user"] else _a(w["login"], "/login"))
             items.append(_a(w["dead"], "/about") if w["dead"] else "")
             items.append(_a(w["ghost"], "#") if shop.ghost_home else "")
             main = [items[i] for i in self.home_order] + [search]
@@ -755,13 +756,9 @@ class WebNav(Env):
                 value = escape(s["fields"].get(name, ""))
                 main.append(f'<label for="{name}">{w[name]}</label><input id="{name}" name="{name}" value="{value}">')
             main.append(_button(w["submit"], "login"))
-        elif parts[0] == "account":
-            title, text = w["account"], f"hello {shop.user}"
-            main = [_a(w["orders"], "/orders")]
         elif parts[0] == "orders" and len(parts) == 1:
             title, text = w["orders"], f"{len(shop.orders)} orders"
             main = [_a(f"order {n}", f"/orders/{n}") for n in shop.orders]
-            nav.append(_a(w["account"], "/account"))
         elif parts[0] == "orders":
             title, text = f"order {parts[1]}", "this order is on its way"
             nav.append(_a(w["orders"], "/orders"))
@@ -814,7 +811,8 @@ class WebNav(Env):
 
     def _observe(self):
         s = self.state
-        error = f"{s['illegal']} of {self.patience}, {s['error']}" if s["error"] else ""
+        problem = s["error"] or ("done before" if s["repeat"] else "")
+        error = f"{s['fruitless']} of {self.patience}, {problem}" if problem else ""
         return render_state(self.page, self.goal, s["history"], error)
 
     @property
@@ -842,9 +840,11 @@ class WebNav(Env):
         if s["error"]:
             s["valid"] = False
             return -0.02, False
-        # the page and all that can change what the action does
-        key = (s["url"], s["cookies"], s["user"], tuple(s["cart"]), tuple(sorted(s["fields"].items())), str(action))
-        reward = -0.01 if key in s["taken"] else 0.0
+        # the page and all that can change what the action does (a second one of a product in the cart changes nothing)
+        cart, fields = tuple(sorted(set(s["cart"]))), tuple(sorted(s["fields"].items()))
+        key = (s["url"], s["cookies"], s["user"], cart, fields, str(action))
+        s["repeat"] = key in s["taken"]
+        reward = -0.01 if s["repeat"] else 0.0
         s["taken"].append(key)
         s["history"].append((page.title, str(action)))
         s["note"] = ""
@@ -899,7 +899,7 @@ class WebNav(Env):
         elif target == "login":
             s["user"] = s["fields"] == {"user": shop.user, "password": shop.password}
             if s["user"]:
-                self._open("/account")
+                self._open("/orders")
             else:
                 s["note"] = "wrong name or password"
         else:
@@ -933,7 +933,7 @@ class WebNav(Env):
         if shop.kind == "help":
             wanted = [f"/help/{shop.target}", f"/help?p={1 + shop.target // 4}", "/help?p=1"]
         elif shop.kind == "order" and s["user"]:
-            wanted = [f"/orders/{shop.orders[shop.target]}", "/orders", "/account"]
+            wanted = [f"/orders/{shop.orders[shop.target]}", "/orders"]
         elif shop.kind == "order":
             if s["url"] == "/login":
                 for name, text in (("user", shop.user), ("password", shop.password)):
@@ -1004,7 +1004,7 @@ class WebNav(Env):
         if kind == "order":
             u, p = re.escape(found["u"]), re.escape(found["p"])
             steps = [(r"\| /login", 0.1), (rf'type .*[ "]{u}"?$', 0.2), (rf'type .*[ "]{p}"?$', 0.2)]
-            return steps + [(r"\| /account", 0.2), (rf'Action: click "?order {x}"?$', 0.3)]
+            return steps + [(r"\| /orders", 0.2), (rf'Action: click "?order {x}"?$', 0.3)]
         if kind == "cart":
             added = rf'Page: {x} \|[\s\S]*Action: click "?[^"#]*(cart|basket|bag)[^"#]*"?$'
             return [(rf"Page: {x} \|", 0.5), (added, 0.5)]

@@ -86,6 +86,7 @@ class Args:
     gamma: float = 0.95  # discount (4.3)
     gae_lambda: float = 0.5  # λ of (4): 0 score difference, 1 return minus score
     adv_clip: float = 1.0  # advantages are normalised, then clipped to this (4.3)
+    neg_scale: float = 0.3  # negative ones are then multiplied by this: many failed steps must not drown the good ones
     episodes_per_iter: int = 40  # episodes collected an iteration
     policy_lr: float = 1.5e-4  # learning rate of the policy adapter in stage 3spo
     policy_passes: float = 2.0  # policy updates an iteration, in units of the fresh steps
@@ -340,7 +341,7 @@ def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, poli
         prompts = [lm.encode_prompt(r.obs, room) for r in running]
         ids = [prompt for prompt, _ in prompts]
         if policy == "random":
-            outs = demonstrated(lm, ids, [texts[rng.integers(len(texts))] for texts in legal])
+            outs = common.demonstrated(lm, ids, [texts[rng.integers(len(texts))] for texts in legal])
         else:
             with lm.adapter(policy):
                 sample = temperature > 0
@@ -374,34 +375,6 @@ def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, poli
     traces = [dict(task=r.task, success=bool(r.info["success"]), kind=r.info.get("task", ""), steps=r.texts)
               for r in done]  # fmt: skip
     return [r.steps for r in done], stats, traces
-
-
-def demonstrated(lm: LM, prompts, texts):
-    """Turn given action texts into what `generate` would have returned: ids with a leading space and a final EOS."""
-    ids = [lm.encode(" " + text) + [lm.eos_id] for text in texts]
-    trunks = lm.trunk([p + a[:-1] for p, a in zip(prompts, ids, strict=True)])
-    return [dict(ids=a, logps=[0.0] * len(a), finish="eos", trunk=h) for a, h in zip(ids, trunks, strict=True)]
-
-
-def demonstrations(lm: LM, args) -> list[Step]:
-    """Steps of `demos` expert episodes on training tasks (article 4.2 A).
-
-    With probability `demo_noise` some action seen before is carried out in place of the expert's, legal here or not;
-    the step still teaches what the expert would do (noise injection, DART, arXiv 1703.09327): demonstrations without
-    mistakes never show how to recover from one, and their clone repeats its first illegal action to the end.
-    """
-    states, texts = [], []
-    env, rng = make_env(args.env, seed=args.seed, split="train"), rng_for(args.seed, "demonstrations")
-    for task in range(args.demos):
-        obs, _ = env.reset(seed=10**6 + task)  # tasks no rollout uses
-        done = False
-        while not done:
-            states.append(lm.encode_prompt(obs, env.max_action_tokens)[0])
-            texts.append(env.expert())
-            slip = rng.random() < args.demo_noise
-            obs, _, terminated, truncated, _ = env.step(texts[rng.integers(len(texts))] if slip else texts[-1])
-            done = terminated or truncated
-    return [Step(s, o["trunk"], o["ids"]) for s, o in zip(states, demonstrated(lm, states, texts), strict=True)]
 
 
 # -------------------------------------------------------------------------------------------------- advantages and loss
@@ -446,6 +419,7 @@ def fill_advantages(steps: list[Step], args) -> np.ndarray:
     own = np.array([s.version >= 0 for s in steps])
     scaled = np.zeros_like(advantages)
     scaled[own] = normalise(advantages[own], args.adv_clip)
+    scaled[scaled < 0] *= args.neg_scale
     for step, delta, advantage in zip(steps, deltas, scaled, strict=True):
         step.delta, step.advantage = float(delta), float(advantage)
     return advantages[own]
@@ -487,7 +461,7 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
     rng = rng_for(args.seed, "policy", version)
     beta = args.priority_beta + (1 - args.priority_beta) * progress
     batch, weights = replay.sample(rng, steps, max(1, round(args.policy_passes * fresh)), beta)
-    logs, start, useful = [], time.perf_counter(), 0
+    logs, start, useful, stopped = [], time.perf_counter(), 0, False
     for first in range(0, len(batch), args.minibatch):
         chunk, w = batch[first : first + args.minibatch], weights[first : first + args.minibatch]
         tokens = sum(len(s.action) for s in chunk)
@@ -516,8 +490,9 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
         row = {k: v / tokens for k, v in sums.items()}
         row |= dict(approx_kl=kl / max(kl_tokens, 1), ratio_dev=dev / max(kl_tokens, 1))
         logs.append(row)
-        if row["approx_kl"] > args.target_kl:
+        if np.mean([r["approx_kl"] for r in logs[-4:]]) > args.target_kl:  # one minibatch alone is too noisy
             optimizer.zero_grad()
+            stopped = True
             break
         row["grad_norm"] = optimizer.step(progress) or 0.0
         if stop:
@@ -526,7 +501,7 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
     return {**{f"policy/{k}": float(np.mean([r[k] for r in logs])) for k in names},
             "policy/grad_norm": float(np.mean([r["grad_norm"] for r in logs if "grad_norm" in r] or [0.0])),
             "policy/first_ratio_dev": logs[0]["ratio_dev"], "policy/minibatches": len(logs),
-            "policy/stopped": int(logs[-1]["approx_kl"] > args.target_kl), "policy/old_frac": 1 - fresh / len(steps),
+            "policy/stopped": int(stopped), "policy/old_frac": 1 - fresh / len(steps),
             "perf/update_tokens_per_s": useful / seconds}  # fmt: skip
 
 
@@ -554,20 +529,6 @@ def evaluate(lm: LM, args, split: str, episodes: int, scorer=None) -> tuple[dict
                 score = float(scorer.to_score(np.float64(step.value)))
                 row |= {"score": score, "value": step.value, "return": step.ret}
     return result, traces
-
-
-def heat_maps(lm: LM, args, scorer, grids: int = 12) -> list[dict]:
-    """Gridworld only: S over cells of unseen grids beside the true distance, and their rank correlation (5.3)."""
-    maps, env = [], make_env(args.env, seed=args.seed, split="test")
-    for task in range(grids):
-        env.reset(seed=task)
-        rows, columns, texts, distances = zip(*env.cells(), strict=True)
-        states = [lm.encode(text) for text in texts]
-        scores = scorer.score([Step(s, h) for s, h in zip(states, lm.trunk(states), strict=True)]).tolist()
-        rank = common.spearman(scores, [-d for d in distances])
-        cells = list(zip(rows, columns, scores, distances, strict=True))
-        maps.append(dict(size=env.size, rank_corr=rank, cells=cells))
-    return maps
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -598,17 +559,6 @@ def clone(L: Learner, steps: list[Step], progress: float) -> float:
     return total
 
 
-def epoch(L: Learner, steps: list[Step], update, size: int, epochs: int) -> float:
-    """One shuffled pass of `update(minibatch, progress of the stage)`; mean of the losses. Ctrl-C ends it early."""
-    order, losses = rng_for(L.args.seed, L.p.stage, L.p.iteration).permutation(len(steps)), []
-    for first in range(0, len(order), size):
-        chunk = [steps[i] for i in order[first : first + size]]
-        losses.append(update(chunk, (L.p.iteration + first / len(order)) / epochs))
-        if L.stop:
-            break
-    return float(np.mean(losses))
-
-
 def score_error(scorer, steps, constant: float) -> tuple[float, float]:
     """(MSE of the stored values, MSE of the constant predictor) against G, both on the [-1, 1] scale of S."""
     targets, predicted = (scorer.to_score(np.array([getattr(s, k) for s in steps])) for k in ("ret", "value"))
@@ -629,13 +579,14 @@ def warm_up(L: Learner):
     """Stage A (article 4.2): clone the demonstrations; then freeze a copy of the policy as the KL reference."""
     if L.p.iteration == 0:
         L.log(validate(L, min(8, L.args.val_episodes)))  # the step-0 point of every curve
-    demos = demonstrations(L.lm, L.args)
+    env = make_env(L.args.env, seed=L.args.seed, split="train")
+    demos = [Step(s, out["trunk"], out["ids"]) for s, out in common.demonstrations(L.lm, env, L.args)]
     mean = sum(len(s.trunk) for s in demos) / len(demos)
     print(f"warm-up: {L.args.demos} demonstrations, {len(demos)} steps, {mean:.0f} tokens a step")
     with tqdm(total=L.args.warmup_epochs, initial=L.p.iteration, desc="warmup", unit="epoch") as bar:
         while L.p.iteration < L.args.warmup_epochs:
             update = lambda chunk, progress: clone(L, chunk, progress)  # noqa: E731
-            loss = epoch(L, demos, update, L.args.warmup_minibatch, L.args.warmup_epochs)
+            loss = L.epoch(demos, update, L.args.warmup_minibatch, L.args.warmup_epochs, L.args.seed, L.stop)
             if L.stop:
                 return
             L.p.iteration += 1
@@ -645,6 +596,9 @@ def warm_up(L: Learner):
             if L.p.iteration < L.args.warmup_epochs:
                 L.save()
     L.lm.copy_adapter("policy", "ref")
+    if L.scorer.optimizer:
+        L.lm.copy_adapter("policy", "score")  # the clone reads these pages already: the score learns faster from there
+        L.scorer.optimizer.adopt()
     test(L, "warmup")
     L.policy.restart(L.args.policy_lr)
     L.p.stage, L.p.iteration = "bc" if L.args.algo == "bc" else "score", 0
@@ -695,7 +649,8 @@ def pretrain_score(L: Learner):
     bar = tqdm(total=args.score_epochs, initial=p.iteration, desc="score: fit", unit="epoch", disable=not kept)
     while kept and held and p.iteration < args.score_epochs and not p.below and not L.stop:
         update = lambda chunk, progress: L.scorer.update(chunk, np.ones(len(chunk)), progress)  # noqa: E731
-        loss = epoch(L, kept, update, args.score_minibatch, args.score_epochs) if L.scorer.optimizer else 0.0
+        size, epochs = args.score_minibatch, args.score_epochs
+        loss = L.epoch(kept, update, size, epochs, args.seed, L.stop) if L.scorer.optimizer else 0.0
         if L.stop:
             break
         p.iteration += 1
@@ -720,22 +675,6 @@ def pretrain_score(L: Learner):
     L.save()
 
 
-def roll_back(L: Learner, success: float):
-    """Keep the best validated weights; restore them, with half the policy rate, when success stays far below (4.2)."""
-    args, p = L.args, L.p
-    if success >= p.best:
-        p.best, p.below = success, 0
-        L.save("best")
-        return
-    p.below = p.below + 1 if success < p.best - args.rollback_drop else 0
-    if p.below >= 2:
-        scale = L.policy.scale / 2
-        L.restore("best", weights_only=True)
-        L.policy.scale, p.below, p.rollbacks = scale, 0, p.rollbacks + 1
-        stayed = f"success {success:.2f} stayed below {p.best:.2f}"
-        tqdm.write(f"rollback: {stayed}; best weights restored, policy rate halved")
-
-
 def finish(L: Learner):
     """Test the best weights, write summary.json, report.md and plots, print the table of before and after."""
     args, p = L.args, L.p
@@ -745,7 +684,8 @@ def finish(L: Learner):
     final = p.tested.get(p.stage, p.tested["warmup"])
     sections = {"Case study": common.case_study(common.read_jsonl(L.run.folder / "episodes.jsonl"))}
     if hasattr(make_env(args.env, seed=args.seed), "cells") and p.stage != "bc":
-        maps = heat_maps(L.lm, args, L.scorer)
+        env = make_env(args.env, seed=args.seed, split="test")
+        maps = common.heat_maps(L.lm, env, lambda ids, trunks: L.scorer.score(list(map(Step, ids, trunks))))
         common.write_atomic(L.run.folder / "heatmap.json", json.dumps(dict(grids=maps)))
         rank = float(np.mean([m["rank_corr"] for m in maps]))
         line = f"Rank correlation of S(s) with minus the true distance on {len(maps)} unseen grids: {rank:.3f}."
@@ -860,7 +800,7 @@ def main(argv=None) -> int:
                 "score/rank_corr": rank, "perf/env_steps_per_s": len(steps) / clock.laps["collect"]}  # fmt: skip
         if version % args.eval_every == 0 or p.env_steps >= args.total_env_steps:
             row |= validate(L)
-            roll_back(L, row["eval/success"])
+            L.roll_back(row["eval/success"], args.rollback_drop)
             clock.lap("eval")
         L.log(row | {f"time/{k}": v for k, v in clock.laps.items()})
         success, kl = row["train/success"], row["policy/approx_kl"]

@@ -240,16 +240,18 @@ def test_words_labels_and_layouts_of_the_splits_are_disjoint():
         assert len(labels) == len(set(labels)) and all(w == envs.clean(w).lower() and '"' not in w for w in labels)
 
 
-def test_no_label_of_a_test_or_validation_shop_is_seen_in_training():
-    labels = {}
+def test_names_topics_and_worded_labels_of_test_and_validation_shops_are_never_seen_in_training():
+    seen = {}
     for split in envs.SPLITS:
         env = make_env("webnav", split=split)
-        labels[split] = set()
+        seen[split] = set()
         for task in range(150):
             env.reset(task)
-            labels[split] |= set(env.shop.words.values()) - {""}
-    assert not labels["train"] & (labels["val"] | labels["test"]) and not labels["val"] & labels["test"]
-    assert len(labels["train"]) > 1000  # too many to learn by heart
+            shop = env.shop
+            seen[split] |= {p["name"] for p in shop.products} | set(shop.nouns) | set(shop.topics) | {shop.user}
+            seen[split] |= set(shop.words.values()) - {""} - {stem for stems in envs.STEMS.values() for stem in stems}
+    assert not seen["train"] & (seen["val"] | seen["test"]) and not seen["val"] & seen["test"]
+    assert min(len(names) for names in seen.values()) > 150
 
 
 def test_repeated_action_costs_a_hundredth():
@@ -421,6 +423,18 @@ def test_three_illegal_actions_in_a_row_end_the_episode_in_failure():
         env.restore(saved)
         _, reward, terminated, truncated, info = env.step("type nowhere: x")
         assert (reward, terminated, truncated, info["success"]) == (-0.02, True, False, False)
+
+
+def test_the_same_action_in_the_same_state_is_fruitless_and_counted():
+    env = make_env("webnav")
+    task = next(t for t in range(200) if env.reset(t) and env.shop.kind == "price" and not env.shop.cookies)
+    env.reset(task)
+    while not env.page.url.startswith("/p/"):
+        env.step(env.expert())
+    add = env._click(f"add:{env.shop.target}")
+    ends = [env.step(add)[1:4] for _ in range(4)]  # the first puts it in the cart, the others change nothing
+    assert ends == [(0.0, False, False), (-0.01, False, False), (-0.01, False, False), (-0.01, True, False)]
+    assert "2 of 3, done before" not in env._observe() and "3 of 3, done before" in env._observe()
 
 
 def test_shortest_way_by_hand():

@@ -124,7 +124,7 @@ def test_fill_logprobs_gives_each_step_its_own(tiny):
 
 
 def test_a_demonstrated_action_ends_with_eos(tiny):
-    outs = threespo.demonstrated(tiny, [tiny.encode("a b"), tiny.encode("goal")], ["up", "click 7"])
+    outs = common.demonstrated(tiny, [tiny.encode("a b"), tiny.encode("goal")], ["up", "click 7"])
     for out, text in zip(outs, ["up", "click 7"], strict=True):
         assert out["ids"][-1] == tiny.eos_id and out["ids"].count(tiny.eos_id) == 1
         assert tiny.decode(out["ids"]).strip() == text
@@ -1514,11 +1514,11 @@ def test_rollback_restores_the_best_weights_and_halves_the_rate(tmp_path, keep_s
     best = {k: v.clone() for k, v in learner.lm.params("policy").items()}
     scale, ring = learner.policy.scale, learner.replay.steps
     randomise(learner.lm, ["policy"])
-    threespo.roll_back(learner, 0.75)  # within --rollback_drop
+    learner.roll_back(0.75, learner.args.rollback_drop)  # within --rollback_drop
     assert learner.p.below == 0
-    threespo.roll_back(learner, 0.5)
+    learner.roll_back(0.5, learner.args.rollback_drop)
     assert learner.p.below == 1 and learner.p.rollbacks == 0
-    threespo.roll_back(learner, 0.5)
+    learner.roll_back(0.5, learner.args.rollback_drop)
     assert learner.p.rollbacks == 1 and learner.p.below == 0 and learner.policy.scale == scale / 2
     assert all(torch.equal(v, best[k]) for k, v in learner.lm.params("policy").items())
     assert all(a is b for a, b in zip(learner.replay.steps, ring, strict=True)) and ring
@@ -1589,3 +1589,23 @@ class TestSmolLM2:
         assert sorted(lm.tokenizer.decode([d]).strip() for d in scorer.digits) == list("0123456789")
         scores = scorer.score(states_of(lm, [lm.encode("Goal: reach the flag.\nFlag: here.")]))
         assert -1 <= scores[0] <= 1
+
+
+def test_negative_advantages_are_scaled_down_after_the_clip():
+    args = threespo.Args(gamma=1.0, gae_lambda=0.0, adv_clip=1.0, neg_scale=0.25)
+    steps = [threespo.Step([1], None, [2], reward=r, terminated=True, version=1) for r in (2.0, 0.0, 0.0)]
+    raw = threespo.fill_advantages(steps, args)  # values are zero: A is the reward; mean 2/3, std sqrt(8)/3
+    assert np.allclose(raw, [2.0, 0.0, 0.0])
+    low = -(2 / 3) / (8**0.5 / 3)  # -0.7071 before the scale
+    assert np.allclose([s.advantage for s in steps], [1.0, low * 0.25, low * 0.25])
+
+
+def test_the_score_starts_from_the_cloned_policy(tmp_path, keep_sigint):
+    learner = threespo.set_up([*SMALL, "--out", str(tmp_path / "run")])
+    threespo.warm_up(learner)
+    score = learner.lm.params("score")
+    for key, weight in learner.lm.params("policy").items():
+        other = score[key.replace(".policy.", ".score.")]
+        assert torch.equal(weight, other)
+    masters = learner.scorer.optimizer.master  # the next update starts from these weights, not from the old ones
+    assert all(torch.equal(masters[k], p.float()) for k, p in score.items())

@@ -1278,7 +1278,7 @@ USER_SAYS = {
         "booked": ("good", "fine", "thank you"),
         "change": ("sorry, now {x}", "i changed my mind: {x}"),
         "again": ("i said that already",),
-        "refused": ("not {x}!", "i refuse {x}!"),
+        "refused": ("oh no", "i do not like that"),
         "unneeded": ("i need no {x}",),
         "wrong": ("no, that is not right", "no, not like this"),
         "yes": ("yes, thank you",),
@@ -1291,7 +1291,7 @@ USER_SAYS = {
         "booked": ("all right",),
         "change": ("wait, better {x}",),
         "again": ("you know that",),
-        "refused": ("never {x}!",),
+        "refused": ("not this one",),
         "unneeded": ("a {x} is of no use",),
         "wrong": ("no, look again",),
         "yes": ("yes, perfect",),
@@ -1304,7 +1304,7 @@ USER_SAYS = {
         "booked": ("nice", "sounds great"),
         "change": ("my plans are different: {x}", "oh, it must be {x}"),
         "again": ("you asked before",),
-        "refused": ("did i want {x}? no!",),
+        "refused": ("what? no!",),
         "unneeded": ("what would i do with a {x}?",),
         "wrong": ("no, there is a mistake",),
         "yes": ("yes, do it",),
@@ -1438,7 +1438,7 @@ def read_booking(obs: str) -> View | None:
     known, full, parts = {}, [], []
     for item in line[1].split("; "):
         slot, _, text = item.partition(" ")
-        values = [v for v in text.split(", ") if v not in ("?", "none")]
+        values = [v for v in text.removesuffix("?").strip().split(", ") if v not in ("", "none")]
         if slot == "needs":
             parts = values
         if slot == "dates":
@@ -1487,11 +1487,18 @@ class Booking(Env):
 
     By hand: one question at a time until no `?` is left, then search, book, confirm.
     >>> env = make_env("booking", split="test")
-    >>> obs, info = env.reset(seed=2)
+    >>> obs, info = env.reset(seed=4)
     >>> while not info["success"]:
     ...     print(action := env.expert())
     ...     obs, reward, terminated, truncated, info = env.step(action)
-    DOCTEST
+    what else do you need?
+    what is your budget?
+    search flight to cork on september 5
+    search flight to cork on september 3
+    book ivory air
+    search hotel in cork on september 3
+    book rain inn
+    shall i confirm the trip?
     >>> reward, info["violation"], env.progress()
     (1.0, 0.0, 1.0)
     """
@@ -1711,8 +1718,7 @@ class Booking(Env):
             return 0.0, self._annoy()
         s["booked"][part] = [*next(offer for offer in self.offers(part, date) if offer[0] == company), date]
         if company in s["need"]["never"]:
-            s["violation"], s["user"] = 0.2, self._says("refused", company)
-            s["known"] += ["never"] * ("never" not in s["known"])
+            s["violation"], s["user"] = 0.2, self._says("refused")  # why is for the agent to ask
             return -0.2, self._annoy()
         s["user"] = self._says("booked")
         if self.need.change and not s["changed"] and len(s["booked"]) >= self.need.after:
@@ -1828,7 +1834,9 @@ def _compute(a: int, op: str, b: int) -> int:
 
 
 class Arithmetic(Env):
-    """A calculation, from left to right, one line a step; options terms (2 to 6), digits (1 or 2) and ops ("+-").
+    """A calculation, from left to right, one line a step.
+
+    Options: terms (2 to 6 numbers), limit (10 to 999: no result is larger, no number larger than its half) and ops.
 
     State (Done and Error are left out when empty):
         Goal: 8 + 5 - 4
@@ -1859,16 +1867,16 @@ class Arithmetic(Env):
     SLIPS = (1, 2, 3, 5, 7, 10, 20)  # errors of the wrong lines in legal_actions: all upwards, so that none cancels
 
     name = "arithmetic"
-    summary = "a calculation, line by line (options terms=4, digits=1, ops='+-')"
-    OPTIONS: ClassVar[dict] = {"terms": 4, "digits": 1, "ops": "+-"}
+    summary = "a calculation, line by line (options terms=4, limit=18, ops='+-')"
+    OPTIONS: ClassVar[dict] = {"terms": 4, "limit": 18, "ops": "+-"}
 
     def __init__(self, seed: int = 0, split: str = "train", **options):
         super().__init__(seed, split, **options)
-        terms, digits, ops = (self.options[key] for key in ("terms", "digits", "ops"))
+        terms, limit, ops = (self.options[key] for key in ("terms", "limit", "ops"))
         if not isinstance(terms, int) or not 2 <= terms <= 6:
             raise ValueError(f"arithmetic: terms must be a whole number from 2 to 6, got {terms!r}")
-        if not isinstance(digits, int) or not 1 <= digits <= 2:
-            raise ValueError(f"arithmetic: digits must be 1 or 2, got {digits!r}")
+        if not isinstance(limit, int) or not 10 <= limit <= 999:
+            raise ValueError(f"arithmetic: limit must be a whole number from 10 to 999, got {limit!r}")
         if not isinstance(ops, str) or not ops or set(ops) - set("+-*"):
             raise ValueError(f"arithmetic: ops must be some of the signs + - *, got {ops!r}")
         self.max_steps = 3 * terms + 1
@@ -1883,14 +1891,14 @@ class Arithmetic(Env):
         return ("test", "val", "train", "train", "train")[zlib.crc32(goal.encode()) % 5]
 
     def _begin(self, rng: random.Random):
-        """Draws calculations until one has all its results in 0..99 (999 with two digits) and belongs to the split."""
-        terms, digits, ops = (self.options[key] for key in ("terms", "digits", "ops"))
+        """Draws calculations until one has all its results in 0..limit and belongs to the split."""
+        terms, limit, ops = (self.options[key] for key in ("terms", "limit", "ops"))
         while True:
-            numbers = [rng.randint(10 ** (digits - 1), 10**digits - 1) for _ in range(terms)]
+            numbers = [rng.randint(1, limit // 2) for _ in range(terms)]
             goal = str(numbers[0]) + "".join(f" {rng.choice(ops)} {number}" for number in numbers[1:])
             self.load(goal)
             results = [line[3] for line in self.true_lines]
-            if self.split_of(goal) == self.split and min(results) >= 0 and max(results) < 10 ** (digits + 1):
+            if self.split_of(goal) == self.split and min(results) >= 0 and max(results) <= limit:
                 return
 
     def load(self, goal: str) -> str:
@@ -1962,14 +1970,14 @@ class Arithmetic(Env):
         return "{} {} {} = {}".format(*self.true_lines[len(lines)])
 
     def legal_actions(self) -> list[str]:
-        """The next line right and with several errors, undo, and an answer (several once nothing is left)."""
+        """The next line right and with several errors, once nothing is left several answers, and undo."""
         rest, lines = self._rest(), self.state["lines"]
         undo = ["undo"] if lines else []
         if len(rest) == 1:
             return [f"answer {int(rest[0]) + slip}" for slip in (0, *self.SLIPS)] + undo
         a, op, b = int(rest[0]), rest[1], int(rest[2])
         results = [_compute(a, op, b) + slip for slip in (0, *self.SLIPS)]
-        return [f"{a} {op} {b} = {c}" for c in results] + [f"answer {a}"] + undo
+        return [f"{a} {op} {b} = {c}" for c in results] + undo
 
     # ---- judging -----------------------------------------------------------------------------------------------------
 

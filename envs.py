@@ -1210,10 +1210,823 @@ class GridWorld(Env):
 
 
 # ======================================================================================================================
+# booking
+# ======================================================================================================================
+
+PARTS = {"flight": "air", "hotel": "inn", "car": "cars"}  # part of a trip: last word of its companies' names
+PREPOSITIONS = {"flight": "to", "hotel": "in", "car": "in"}
+# What the user may have to be asked, and the sentence that asks it: one sentence each, the decision is which.
+ASKS = {
+    "needs": "what else do you need?",
+    "dates": "which dates suit you?",
+    "budget": "what is your budget?",
+    "wish": "what do you wish for?",
+    "never": "what do you refuse?",
+}
+CONFIRM = "shall i confirm the trip?"
+# No city, person, company, month, feature or user's sentence of one split appears in another.
+BOOKING_WORDS = {
+    "train": {
+        "cities": (
+            "paris, london, rome, berlin, vienna, madrid, dublin, prague, milan, warsaw, munich, boston, chicago, "
+            "denver, dallas, miami, seattle, toronto, tokyo, delhi, cairo, lima, moscow, amsterdam"
+        ),
+        "people": "frank, grace, jack, anna, david, emma, leo, maria, peter, rosa, simon, walter",
+        "companies": (
+            "silver, river, mountain, ocean, forest, lake, star, moon, cloud, storm, snow, stone, eagle, tiger, lion, "
+            "wolf, fox, coral, amber, crystal, rose, lily, cedar, maple, pine, palm, north, west, central, royal, "
+            "castle, tower, bridge, island, valley, sunset, comet, arrow, compass, blue, green, white, grand, global, "
+            "alpine, delta, alpha, omega, union, metro, urban, atlas, mercury, prairie, spring, copper, velvet"
+        ),
+        "months": "january, march, may, june, august, december",
+        "flight": "window, aisle, meal, blanket",
+        "hotel": "breakfast, pool, gym, balcony, desk",
+        "car": "electric, automatic, diesel, hybrid",
+    },
+    "val": {
+        "cities": "lisbon, athens, austin, montreal, manila, bangkok",
+        "people": "nick, karen, oscar, laura",
+        "companies": (
+            "hawk, pearl, olive, willow, crown, harbor, meadow, horizon, anchor, golden, black, arctic, liberty, "
+            "prime, canyon, winter, bronze, iron"
+        ),
+        "months": "february, april, november",
+        "flight": "front, snack, middle",
+        "hotel": "view, bath, parking",
+        "car": "manual, compact, radio",
+    },
+    "test": {
+        "cities": "oslo, geneva, naples, hamburg, sydney, kyoto, havana, cork",
+        "people": "ben, tina, victor, henry, paula, julia",
+        "companies": (
+            "falcon, bear, dolphin, diamond, lotus, oak, south, east, garden, dawn, summit, rocket, red, desert, "
+            "heritage, apex, autumn, jade, ivory, sun, wind, rain, fire, magnet"
+        ),
+        "months": "july, september, october",
+        "flight": "rear, dinner, quiet, charger",
+        "hotel": "spa, kitchen, terrace, sauna",
+        "car": "navigation, leather, large, truck",
+    },
+}
+BOOKING_WORDS = {split: {kind: w.split(", ") for kind, w in kinds.items()} for split, kinds in BOOKING_WORDS.items()}
+# What the user says, by occasion; {x} is what the question was about.
+USER_SAYS = {
+    "train": {
+        "hello": ("i need a {x}", "please find me a {x}"),
+        "answer": ("{x}, please", "{x} for me", "well, {x}"),
+        "nothing": ("nothing special", "no, nothing"),
+        "booked": ("good", "fine", "thank you"),
+        "change": ("sorry, now {x}", "i changed my mind: {x}"),
+        "again": ("i said that already",),
+        "refused": ("oh no", "i do not like that"),
+        "unneeded": ("i need no {x}",),
+        "wrong": ("no, that is not right", "no, not like this"),
+        "yes": ("yes, thank you",),
+        "leave": ("goodbye",),
+    },
+    "val": {
+        "hello": ("help me get a {x}",),
+        "answer": ("it is {x}",),
+        "nothing": ("not at all",),
+        "booked": ("all right",),
+        "change": ("wait, better {x}",),
+        "again": ("you know that",),
+        "refused": ("not this one",),
+        "unneeded": ("a {x} is of no use",),
+        "wrong": ("no, look again",),
+        "yes": ("yes, perfect",),
+        "leave": ("i give up",),
+    },
+    "test": {
+        "hello": ("could you get me a {x}?", "i am looking for a {x}"),
+        "answer": ("that would be {x}", "i think {x}"),
+        "nothing": ("nothing comes to mind", "i do not mind"),
+        "booked": ("nice", "sounds great"),
+        "change": ("my plans are different: {x}", "oh, it must be {x}"),
+        "again": ("you asked before",),
+        "refused": ("what? no!",),
+        "unneeded": ("what would i do with a {x}?",),
+        "wrong": ("no, there is a mistake",),
+        "yes": ("yes, do it",),
+        "leave": ("i will ask elsewhere",),
+    },
+}
+_MONTHS = "|".join(month for words in BOOKING_WORDS.values() for month in words["months"])
+_DATE = re.compile(rf"\b({_MONTHS}) ([1-9]|[12]\d|3[01])(?:st|nd|rd|th)?\b")
+_DAY_FIRST = re.compile(rf"\b([1-9]|[12]\d|3[01])(?:st|nd|rd|th)? (?:of )?({_MONTHS})\b")
+_PART = re.compile(r"\b(flight|hotel|car)(?:s|\b)")
+_OFFER = re.compile(r"(\w+ (?:air|inn|cars)) (\d+) (\w+)")
+_CITY = re.compile(rf"\b(?:to|in) (?!(?:the|a|an|my|your|search|find|look|check|show|list|{_MONTHS})\b)(\w+)")
+_COMPANY = re.compile(rf"\b(?!(?:the|a|an|book|take|reserve) )(\w+ (?:{'|'.join(PARTS.values())}))\b")
+_NEGATED = re.compile(r"\b(?:not|never|don't|won't|no) (?:book|reserve|take|search|confirm)")
+_ACTS = {  # dialogue act: what gives it away
+    "confirm": re.compile(r"\bconfirm|\b(?:is|are) (?:that|this|it|everything|all) (?:right|ok|okay|correct|fine)\b"),
+    "search": re.compile(r"\b(?:search|find|look|list|show|check)\b"),
+    "book": re.compile(r"\b(?:book|reserve|take)\b"),
+}
+_ASKED = {  # slot: what gives away a question about it
+    "never": re.compile(r"\b(?:refuse|avoid|exclude|never|dislike|hate|not (?:like|want)|don't (?:like|want))"),
+    "wish": re.compile(r"\b(?:wish|prefer|like)"),
+    "budget": re.compile(r"\b(?:budget|spend|price|how much)"),
+    "dates": re.compile(r"\b(?:dates?|day|when)\b"),
+    "needs": re.compile(r"\b(?:else|more|needs?)\b"),
+}
+
+
+class Act(NamedTuple):
+    """A dialogue act read from a sentence: ask (slot), search (part, city, date), book (company), confirm, or ""."""
+
+    kind: str
+    args: tuple[str, ...] = ()
+
+    def __str__(self):
+        """The one sentence that says it plainly: what the expert writes."""
+        if self.kind == "ask":
+            return ASKS[self.args[0]]
+        if self.kind == "search":
+            part, city, date = self.args
+            return f"search {part} {PREPOSITIONS[part]} {city} on {date}"
+        return CONFIRM if self.kind == "confirm" else f"book {self.args[0]}"
+
+
+def read_sentence(text: str) -> Act:
+    """Finds a dialogue act and its slots in one English sentence, whatever its wording; Act("") if there is none.
+
+    search: city is the word after "to" or "in", date "<month> <day>"; either is "" where the sentence names none.
+    book: the company is "" where none is named. The first of several acts or slots counts.
+    """
+    text = clean(re.sub(r"[^\w\s'?]|_", " ", text[:MAX_ACTION_CHARS].lower()))
+    company = _COMPANY.search(text)
+    if _NEGATED.search(text):
+        return Act("")
+    found = {kind: m.start() for kind, pattern in _ACTS.items() if (m := pattern.search(text))}
+    asked = {slot: m.start() for slot, pattern in _ASKED.items() if (m := pattern.search(text))}
+    question = "?" in text or re.match(r"(?:what|which|when|how|do|is|are|any|ask|tell)\b", text)
+    if company and "book" in found:
+        return Act("book", (company[1],))
+    if asked and question and not {"confirm", "search"} & set(found):
+        return Act("ask", (min(asked, key=asked.get),))
+    kind = min(found, key=found.get, default="")
+    if kind == "search":
+        part, city = _PART.search(text), _CITY.search(text)
+        date, day_first = _DATE.search(text), _DAY_FIRST.search(text)
+        day = f"{date[1]} {date[2]}" if date else f"{day_first[2]} {day_first[1]}" if day_first else ""
+        return Act("search", (part[1], city[1] if city else "", day)) if part else Act("")
+    return Act(kind, ("",) if kind == "book" else ())
+
+
+@dataclass
+class Need:
+    """One task's fixed part: the user, the first need, the coming change of mind and the companies."""
+
+    person: str
+    city: str
+    parts: list
+    dates: list  # one, or two of which `full` may be sold out
+    budget: int | None  # for the whole trip
+    wish: dict  # part: feature
+    never: list  # companies the user refuses
+    hidden: list  # slots the user has to be asked for
+    change: str = ""  # slot that changes once `after` parts are booked, "" for none
+    after: int = 1
+    value: object = None  # the new value (a refusal is of the company just booked)
+    full: str = ""
+    fair: int = 0  # dearest fair price: the fair offers of all parts together stay within every budget
+    low: int = 0  # the lowest budget the user will ever state
+    companies: dict = field(default_factory=dict)  # part: names; the first of the refused part is the refused one
+
+    def first(self) -> dict:
+        return dict(dates=list(self.dates), budget=self.budget, wish=dict(self.wish), never=list(self.never))
+
+
+@dataclass
+class View:
+    """What a state shows. known: slot -> values, for the slots the user has spoken about."""
+
+    city: str
+    parts: list
+    known: dict
+    full: list
+    found: tuple = ("", "")  # part, date
+    offers: list = field(default_factory=list)  # (company, price, feature)
+    booked: dict = field(default_factory=dict)  # part: (company, price, feature, date)
+
+    def fits(self, part: str, company: str, price: int, feature: str, date: str | None = None) -> bool:
+        """Does this offer meet everything the user has said so far?"""
+        k = self.known
+        fits_date = date is None or not k.get("dates") or date in k["dates"]
+        wished = [w for w in k.get("wish", ()) if any(w in words[part] for words in BOOKING_WORDS.values())]
+        return (fits_date and company not in k.get("never", ()) and (not wished or feature in wished)
+                and (not k.get("budget") or price <= int(k["budget"][0])))  # fmt: skip
+
+    def done(self, part: str) -> bool:
+        return part in self.booked and self.fits(part, *self.booked[part])
+
+    def dates(self) -> list[str]:
+        """Dates worth a search: that of a booked part, else those not sold out."""
+        dates = [d for d in self.known.get("dates", ()) if d not in self.full]
+        taken = [d for part, (*_, d) in self.booked.items() if d in dates and self.done(part)]
+        return taken[:1] or dates
+
+
+def read_booking(obs: str) -> View | None:
+    """The View of a state's text; None if it is no booking state."""
+    goal = re.match(r"Goal: book a trip to (\w+) for \w+\n", obs)
+    line = re.search(r"^Known: (.*)$", obs, re.MULTILINE)
+    if goal is None or line is None:
+        return None
+    known, full, parts = {}, [], []
+    for item in line[1].split("; "):
+        slot, _, text = item.partition(" ")
+        values = [v for v in text.removesuffix("?").strip().split(", ") if v not in ("", "none")]
+        if slot == "needs":
+            parts = values
+        if slot == "dates":
+            full = [v.removesuffix(" full") for v in values if v.endswith(" full")]
+            values = [v.removesuffix(" full") for v in values]
+        if slot in ASKS and not text.endswith("?"):
+            known[slot] = values
+    view = View(goal[1], parts, known, full)
+    if found := re.search(r"^Found: (\w+) (\w+ \d+): (.*)$", obs, re.MULTILINE):
+        view.found, view.offers = (found[1], found[2]), [(c, int(p), f) for c, p, f in _OFFER.findall(found[3])]
+    if booked := re.search(r"^Booked: (.*)$", obs, re.MULTILINE):
+        for part, company, price, feature, date in re.findall(rf"(\w+) {_OFFER.pattern} (\w+ \d+)", booked[1]):
+            view.booked[part] = (company, int(price), feature, date)
+    return view
+
+
+class Booking(Env):
+    """A dialogue: find out what a user needs (flight, hotel, car), search, book, and have the trip confirmed.
+
+    State (`?`: not asked yet; lines without content are left out; "annoyed" after a first annoyance):
+        Goal: book a trip to oslo for ben
+        Error: the trip goes to oslo
+        Known: needs flight, hotel; dates july 3 full, july 6; budget 160; wish rear; never red air; annoyed
+        Found: flight july 6: red air 70 rear | jade air 66 rear | sun air 280 rear
+        Booked: hotel oak inn 59 spa july 6
+        You: search flight to oslo on july 6
+        User: nice
+        Action:
+    Known is all that the user has said so far, as it stands now; You and User are the last exchange.
+    Actions: one English sentence. The expert writes these, and `read_sentence` understands many other wordings:
+        what else do you need? | which dates suit you? | what is your budget? | what do you wish for? |
+        what do you refuse?
+        search flight to oslo on july 6     lists the offers of that day (none if it is sold out); hotel in, car in
+        book jade air                       an offer of the list; a second booking of a part replaces the first
+        shall i confirm the trip?           if the plan is right, the user says yes
+    The hidden need: one to three parts; one or two dates; and at least two of a budget for the whole trip, a wished
+    feature of some parts, a refused company. The user answers only what is asked; some users change one of these once
+    something is booked.
+    Right plan: every needed part booked, for one and the same date that suits, no refused company, every wish met,
+    prices together within the budget. It counts as it is, whether or not the agent asked.
+    The user is annoyed by a question already answered, a refused company, a part not needed, or a wrong plan to
+    confirm, and leaves at the second annoyance.
+    Reward: 1 on success; -0.2 for booking a company that the user refuses (also info["violation"] = 0.2, else 0.0), the
+    hard constraint; -0.02 for a sentence that cannot be read or carried out.
+    Ends: the user says yes or leaves (terminated); 15 turns (truncated).
+
+    By hand: one question at a time until no `?` is left, then search, book, confirm.
+    >>> env = make_env("booking", split="test")
+    >>> obs, info = env.reset(seed=4)
+    >>> while not info["success"]:
+    ...     print(action := env.expert())
+    ...     obs, reward, terminated, truncated, info = env.step(action)
+    what else do you need?
+    what is your budget?
+    search flight to cork on september 5
+    search flight to cork on september 3
+    book ivory air
+    search hotel in cork on september 3
+    book rain inn
+    shall i confirm the trip?
+    >>> reward, info["violation"], env.progress()
+    (1.0, 0.0, 1.0)
+    """
+
+    # Difficulty: change here (or in a subclass) and measure again.
+    COUNTS: ClassVar[dict] = {1: 55, 2: 35, 3: 10}  # shares of trips with so many parts
+    HIDDEN: ClassVar[dict] = {1: (2, 4), 2: (2, 3), 3: (1, 2)}  # slots to ask for, least and most, by parts
+    BUDGET, WISH, NEVER = 0.75, 0.6, 0.7  # probabilities of a budget, a wish (each part), a refusal
+    CHANGE = 0.4  # probability of a change of mind
+    TWO_DATES, FULL = 0.35, 0.7  # probability of a second date, and that one of two is sold out
+    OFFERS = (3, 4)  # offers in a list, least and most
+    TWO_RIGHT = 0.25  # probability of a second right offer in a list
+    ANNOYED = 2  # the user leaves at this annoyance
+
+    name = "booking"
+    summary = "a dialogue: find out what a user needs, book flight, hotel and car, get it confirmed"
+    max_steps = 15
+
+    @property
+    def return_bounds(self):
+        return (-0.2 * self.ANNOYED - 0.02 * (self.max_steps - self.ANNOYED), 1.0)
+
+    @property
+    def goal(self) -> str:
+        return f"book a trip to {self.need.city} for {self.need.person}"
+
+    @property
+    def task(self) -> str:
+        return f"new {self.need.change}" if self.need.change else "steady"
+
+    # ---- the task ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, rng: random.Random):
+        words = BOOKING_WORDS[self.split]
+        count = rng.choices(list(self.COUNTS), list(self.COUNTS.values()))[0]
+        parts = sorted(rng.sample(list(PARTS), count), key=list(PARTS).index)
+        days = [f"{month} {day}" for month in [rng.choice(words["months"])] for day in rng.sample(range(2, 10), 3)]
+        names = iter(rng.sample(words["companies"], 15))
+        need = Need(rng.choice(words["people"]), rng.choice(words["cities"]), parts, days[:1], None, {}, [], [])
+        need.companies = {part: [f"{next(names)} {PARTS[part]}" for _ in range(5)] for part in PARTS}
+        features = {part: rng.sample(words[part], 2) for part in parts}
+        need.fair = rng.randint(60, 99)
+        need.low = count * need.fair
+        while bool(need.budget) + bool(need.wish) + bool(need.never) < 2:
+            need.budget = need.low if rng.random() < self.BUDGET else None
+            need.wish = {part: features[part][0] for part in parts if rng.random() < self.WISH}
+            need.never = [need.companies[rng.choice(parts)][0]] if rng.random() < self.NEVER else []
+        if rng.random() < self.CHANGE:
+            self._plan_change(rng, need, days, features)
+        if need.change != "dates" and rng.random() < self.TWO_DATES:
+            need.dates = days[:2]
+            need.full = rng.choice(need.dates) if rng.random() < self.FULL else ""
+        need.hidden = sorted(rng.sample(list(ASKS), rng.randint(*self.HIDDEN[count])), key=list(ASKS).index)
+        self.need, s = need, self.state
+        s |= {"need": need.first(), "known": [slot for slot in ASKS if slot not in need.hidden], "changed": False}
+        s |= {"full": [], "found": None, "booked": {}, "annoyed": 0, "you": "", "violation": 0.0}
+        s["user"] = self._says("hello", parts[0])
+
+    def _plan_change(self, rng: random.Random, need: Need, days: list, features: dict):
+        need.change = rng.choice(("dates", "budget", "wish", "never"))
+        need.after = 1 if need.change == "dates" else rng.randint(1, len(need.parts))
+        if need.change == "dates":
+            need.value = [days[2]]
+        elif need.change == "budget":  # the new budget is the low one; the first, if any, allowed dearer offers
+            need.value, need.budget = need.low, need.budget and int(2.5 * need.low)
+        elif need.change == "wish":
+            need.value = {**need.wish, need.parts[0]: features[need.parts[0]][1]}
+
+    def offers(self, part: str, date: str) -> list[list]:
+        """The database: [company, price, feature] of each offer of that day, the same for ever in a task.
+
+        At least one offer meets the need at any time. The others each break a single rule: the refused company, not
+        the wished feature, or a price above the whole budget.
+        """
+        need, rng = self.need, random.Random(f"{self.name}/{self.split}/{self.task_seed}/{part}/{date}")
+        refused = [c for c in need.companies[part] if c in need.never]
+        wish, change = need.wish.get(part), need.change if part == need.parts[0] else ""
+        kinds = ["right"] * (1 + (need.change == "never" or rng.random() < self.TWO_RIGHT))
+        kinds += ["later"] * (change == "wish") + ["late"] * (change == "budget")
+        traps = ["refused"] * bool(refused) + ["other"] * bool(wish) + ["dear"] * (need.budget is not None)
+        traps = rng.sample(traps, len(traps))
+        kinds += traps[: max(1, rng.randint(*self.OFFERS) - len(kinds))]
+        kinds += ["right"] * (2 - len(kinds))
+        names = iter(rng.sample([c for c in need.companies[part] if c not in refused], len(kinds)))
+        new = need.value.get(part) if change == "wish" else None
+        others = [f for f in BOOKING_WORDS[self.split][part] if f not in (wish, new)]
+        result = []
+        for kind in kinds:
+            price = rng.randint(need.fair // 2, need.fair)
+            if kind == "late":
+                price = rng.randint(int(1.2 * need.low), int(1.5 * need.low))
+            elif kind == "dear":
+                price = rng.randint(int(1.3 * need.budget), int(2.2 * need.budget))
+            feature = rng.choice(others) if kind == "other" or not wish else wish
+            feature = new if kind == "later" else feature
+            result.append([refused[0] if kind == "refused" else next(names), price, feature])
+        return rng.sample(result, len(result))
+
+    def right(self, part: str) -> bool:
+        """Is this part booked as the user needs it (apart from the sum of the prices)?"""
+        need, offer = self.state["need"], self.state["booked"].get(part)
+        if offer is None:
+            return False
+        company, price, feature, date = offer
+        cheap, wished = need["budget"] is None or price <= need["budget"], need["wish"].get(part, feature) == feature
+        return cheap and wished and company not in need["never"] and date in need["dates"]
+
+    def _right_plan(self) -> bool:
+        booked, budget = self.state["booked"], self.state["need"]["budget"]
+        total = sum(price for _, price, _, _ in booked.values())
+        dates = {date for *_, date in booked.values()}
+        return all(map(self.right, self.need.parts)) and len(dates) == 1 and (budget is None or total <= budget)
+
+    # ---- the state's text --------------------------------------------------------------------------------------------
+
+    def _value(self, slot: str) -> list[str]:
+        """What the user would say of a slot now."""
+        need = self.state["need"]
+        if slot == "needs":
+            return self.need.parts
+        if slot == "budget":
+            return [] if need["budget"] is None else [str(need["budget"])]
+        return list(need["wish"].values()) if slot == "wish" else need[slot]
+
+    def _known(self) -> str:
+        s, items = self.state, []
+        for slot in ASKS:
+            values = self._value(slot) if slot in s["known"] else self.need.parts[:1] if slot == "needs" else []
+            values = [f"{v} full" if v in s["full"] else v for v in values]
+            text = ", ".join(values) + (" ?" if slot not in s["known"] else "")
+            items.append(f"{slot} {text.strip() or 'none'}")
+        return "; ".join(items + ["annoyed"] * bool(s["annoyed"]))
+
+    def _observe(self):
+        s = self.state
+        lines = [f"Goal: {self.goal}", *([f"Error: {s['error']}"] if s["error"] else []), f"Known: {self._known()}"]
+        if s["found"]:
+            offers = " | ".join("{} {} {}".format(*offer) for offer in self.offers(*s["found"]))
+            lines.append("Found: {} {}: ".format(*s["found"]) + offers)
+        if s["booked"]:
+            booked = [(part, *s["booked"][part]) for part in PARTS if part in s["booked"]]
+            lines.append("Booked: " + " | ".join(" ".join(map(str, item)) for item in booked))
+        lines += [f"You: {s['you']}"] if s["you"] else []
+        lines += [f"User: {s['user']}"] if s["user"] else []
+        return "\n".join([*lines, "Action:"])
+
+    def _info(self) -> dict:
+        return {**super()._info(), "violation": self.state["violation"]}
+
+    # ---- the dialogue ------------------------------------------------------------------------------------------------
+
+    def _says(self, occasion: str, x: str = "") -> str:
+        rng = random.Random(f"{self.split}/{self.task_seed}/{self.state['steps']}")
+        return rng.choice(USER_SAYS[self.split][occasion]).format(x=x)
+
+    def _act(self, text: str) -> tuple[float, bool]:
+        s = self.state
+        s["violation"] = 0.0
+        act = read_sentence(text)
+        if act.kind == "search":  # the city, and a date if there is but one, may be left out
+            part, city, date = act.args
+            only = s["need"]["dates"][0] if "dates" in s["known"] and len(s["need"]["dates"]) == 1 else ""
+            act = Act("search", (part, city or self.need.city, date or only))
+        s["error"] = self._why_not(act)
+        if s["error"]:
+            s["valid"] = False
+            return -0.02, False
+        s.update(action=str(act), you=str(act), repaired=text != str(act))
+        if act.kind == "confirm":
+            s["success"] = self._right_plan()
+            s["user"] = self._says("yes" if s["success"] else "wrong")
+            return (1.0, True) if s["success"] else (0.0, self._annoy())
+        return {"ask": self._ask, "search": self._search, "book": self._book}[act.kind](*act.args)
+
+    def _why_not(self, act: Act) -> str:
+        if not act.kind:
+            return "unreadable; ask, search, book or confirm"
+        if act.kind == "search" and act.args[1] != self.need.city:
+            return f"the trip goes to {self.need.city}"
+        if act.kind == "search" and not act.args[2]:
+            return "search on which date?"
+        offers = self.offers(*self.state["found"]) if self.state["found"] else []
+        if act.kind == "book" and act.args[0] not in [company for company, _, _ in offers]:
+            return "no such offer in the list"
+        return ""
+
+    def _annoy(self) -> bool:
+        """One more annoyance; returns whether the user leaves."""
+        s = self.state
+        s["annoyed"] += 1
+        if s["annoyed"] >= self.ANNOYED:
+            s["user"] += ". " + self._says("leave")
+        return s["annoyed"] >= self.ANNOYED
+
+    def _ask(self, slot: str) -> tuple[float, bool]:
+        s = self.state
+        if slot in s["known"]:
+            s["user"] = self._says("again")
+            return 0.0, self._annoy()
+        s["known"].append(slot)
+        values = self._value(slot)[1:] if slot == "needs" else self._value(slot)
+        s["user"] = self._says("answer" if values else "nothing", (" or " if slot == "dates" else " and ").join(values))
+        return 0.0, False
+
+    def _search(self, part: str, city: str, date: str) -> tuple[float, bool]:
+        s = self.state
+        full = date == self.need.full
+        s["found"], s["user"] = (None, f"nothing left on {date}") if full else ([part, date], "")
+        if full and date not in s["full"]:
+            s["full"].append(date)
+        return 0.0, False
+
+    def _book(self, company: str) -> tuple[float, bool]:
+        s, (part, date) = self.state, self.state["found"]
+        if part not in self.need.parts:
+            s["user"] = self._says("unneeded", part)
+            return 0.0, self._annoy()
+        s["booked"][part] = [*next(offer for offer in self.offers(part, date) if offer[0] == company), date]
+        if company in s["need"]["never"]:
+            s["violation"], s["user"] = 0.2, self._says("refused")  # why is for the agent to ask
+            return -0.2, self._annoy()
+        s["user"] = self._says("booked")
+        if self.need.change and not s["changed"] and len(s["booked"]) >= self.need.after:
+            self._change(company)
+        return 0.0, False
+
+    def _change(self, company: str):
+        """The user's mind: a new value of one slot, said at once."""
+        s, slot = self.state, self.need.change
+        before = self._value(slot)
+        s["need"][slot] = copy.deepcopy([*before, company] if slot == "never" else self.need.value)
+        s["known"] += [slot] * (slot not in s["known"])
+        s["changed"] = True
+        new = [value for value in self._value(slot) if value not in before]
+        text = {"never": "not {}", "budget": "at most {}"}.get(slot, "{}").format(", ".join(new))
+        s["user"] = self._says("change", text)
+
+    # ---- the expert, from what the state shows -----------------------------------------------------------------------
+
+    def expert(self) -> str:
+        """Asks what is unknown, then searches and books part by part, then asks to confirm; works from any state."""
+        view = read_booking(self._observe())
+        unknown = [slot for slot in ASKS if slot not in view.known]
+        if unknown:
+            return ASKS[unknown[0]]
+        for part in sorted(view.parts, key=lambda p: p != view.found[0]):  # what is on the screen first
+            if view.done(part) and view.booked[part][3] in view.dates():
+                continue
+            if view.found[0] == part and view.found[1] in view.dates():
+                fitting = [company for company, *rest in view.offers if view.fits(part, company, *rest)]
+                if fitting:
+                    return f"book {fitting[0]}"
+            return str(Act("search", (part, view.city, view.dates()[0])))
+        return CONFIRM
+
+    def legal_actions(self) -> list[str]:
+        """Every question, searches for all parts on the dates known and on another, every offer of the list, and the
+        confirmation."""
+        view = read_booking(self._observe())
+        dates = [*view.known.get("dates", ()), f"{BOOKING_WORDS[self.split]['months'][0]} 1"]
+        searches = [str(Act("search", (part, view.city, date))) for part in PARTS for date in dates]
+        return [*ASKS.values(), *searches, *(f"book {company}" for company, _, _ in view.offers), CONFIRM]
+
+    # ---- judging -----------------------------------------------------------------------------------------------------
+
+    def credits(self, segment) -> list[float]:
+        """What each (obs, action) turn is worth to a judge who sees only the transcript, from -1 (harm) to 1 (use)."""
+        return [self._credit(read_booking(obs), read_sentence(action)) for obs, action in segment]
+
+    def _credit(self, view: View | None, act: Act) -> float:
+        if view is None or not act.kind:
+            return -0.5
+        asked_all = all(slot in view.known for slot in ASKS)
+        if act.kind == "ask":
+            return -1.0 if act.args[0] in view.known else 1.0
+        if act.kind == "search":
+            part, _, date = act.args
+            new = view.found != (part, date or view.found[1]) and (part in view.parts and not view.done(part))
+            return 1.0 if new and (date in view.dates() or not date) else -0.5
+        if act.kind == "confirm":
+            complete = all(map(view.done, view.parts)) and len({d for *_, d in view.booked.values()}) == 1
+            return 1.0 if complete and asked_all else -1.0
+        part, date = view.found
+        offer = next((o for o in view.offers if o[0] == act.args[0]), None)
+        if offer is None or view.done(part):
+            return -0.5
+        if part not in view.parts or not view.fits(part, *offer, date):
+            return -1.0
+        return 1.0 if asked_all else 0.0  # fits what is known, by luck
+
+    def judge(self, segment) -> float:
+        """Progress in [0, 1] from the visible transcript: 0.8 for useful turns (mean credit, -1 is 0, 1 is 1) and 0.2
+        for a last turn that completes the task."""
+        credits = self.credits(segment)
+        if not credits:
+            return 0.0
+        completed = credits[-1] == 1.0 and read_sentence(segment[-1][1]).kind == "confirm"
+        return 0.4 * (1 + sum(credits) / len(credits)) + 0.2 * completed
+
+    def progress(self) -> float:
+        """True progress towards success in [0, 1], from hidden state; only to measure what a learned reward is worth.
+
+        Of the turns that had to be made at the start (a question for each hidden slot, two for each part, one to
+        confirm) the share whose result stands now; 0 once the user has left.
+        """
+        s, need = self.state, self.need
+        if s["over"] and not s["success"]:
+            return 0.0
+        done = sum(slot in s["known"] for slot in need.hidden) + s["success"]
+        for part in need.parts:
+            in_sight = s["found"] and s["found"][0] == part and s["found"][1] in s["need"]["dates"]
+            done += 2 if self.right(part) else 1 if in_sight else 0
+        return done / (len(need.hidden) + 2 * len(need.parts) + 1)
+
+    def key_steps(self) -> list[tuple[str, float]]:
+        """A question for each hidden slot (0.3 together), a fitting booking of each part (0.5), the confirmation."""
+        need = self.need
+        asks = [(re.escape(f"Action: {ASKS[slot]}"), 0.3 / len(need.hidden)) for slot in need.hidden]
+        books = [(rf"Found: {p} [\s\S]*Action: book \w+ {PARTS[p]}$", 0.5 / len(need.parts)) for p in need.parts]
+        return [*asks, *books, (re.escape(f"Action: {CONFIRM}"), 0.2)]
+
+
+# ======================================================================================================================
+# arithmetic
+# ======================================================================================================================
+
+_LINE = re.compile(r"(-?\d{1,5}) ?([-+*]) ?(-?\d{1,5}) ?= ?(-?\d{1,5})")
+_NUMBER = re.compile(r"\banswer\b\D{0,12}?(-?\d{1,5})\b", re.IGNORECASE)
+
+
+def _compute(a: int, op: str, b: int) -> int:
+    return a + b if op == "+" else a - b if op == "-" else a * b
+
+
+class Arithmetic(Env):
+    """A calculation, from left to right, one line a step.
+
+    Options: terms (2 to 6 numbers), limit (10 to 999: no result is larger, no number larger than its half) and ops.
+
+    State (Done and Error are left out when empty):
+        Goal: 8 + 5 - 4
+        Error: the next line begins 13 - 4 =
+        Done: 8 + 5 = 13
+        Rest: 13 - 4
+        Action:
+    Actions:
+        8 + 5 = 13    works out the first operation of Rest; its result, right or wrong, takes the operation's place
+        undo          takes the last line back
+        answer 9      ends the episode
+    Nothing says whether a line is right: only `judge`, which checks line by line, tells.
+    Reward: 1 for the right answer, else 0; -0.02 for an action that cannot be read or carried out.
+    Ends: any answer (terminated); 3 * terms + 1 steps (truncated).
+    The goal's checksum modulo 5 decides its split (0 test, 1 val, else train). With `*` too it goes from left to right.
+
+    By hand: 8 + 5 = 13, 13 - 4 = 9.
+    >>> env = make_env("arithmetic", terms=3)
+    >>> _ = env.reset(seed=0)
+    >>> env.load("8 + 5 - 4").splitlines()
+    ['Goal: 8 + 5 - 4', 'Rest: 8 + 5 - 4', 'Action:']
+    >>> env.step("8 + 5 = 12")[0].splitlines()[1:], env.expert()
+    (['Done: 8 + 5 = 12', 'Rest: 12 - 4', 'Action:'], 'undo')
+    >>> [env.step(action)[1] for action in ("undo", "8 + 5 = 13", "13 - 4 = 9", "answer 9")]
+    [0.0, 0.0, 0.0, 1.0]
+    """
+
+    SLIPS = (1, 2, 3, 5, 7, 10, 20)  # errors of the wrong lines in legal_actions: all upwards, so that none cancels
+
+    name = "arithmetic"
+    summary = "a calculation, line by line (options terms=4, limit=18, ops='+-')"
+    OPTIONS: ClassVar[dict] = {"terms": 4, "limit": 18, "ops": "+-"}
+
+    def __init__(self, seed: int = 0, split: str = "train", **options):
+        super().__init__(seed, split, **options)
+        terms, limit, ops = (self.options[key] for key in ("terms", "limit", "ops"))
+        if not isinstance(terms, int) or not 2 <= terms <= 6:
+            raise ValueError(f"arithmetic: terms must be a whole number from 2 to 6, got {terms!r}")
+        if not isinstance(limit, int) or not 10 <= limit <= 999:
+            raise ValueError(f"arithmetic: limit must be a whole number from 10 to 999, got {limit!r}")
+        if not isinstance(ops, str) or not ops or set(ops) - set("+-*"):
+            raise ValueError(f"arithmetic: ops must be some of the signs + - *, got {ops!r}")
+        self.max_steps = 3 * terms + 1
+
+    return_bounds = property(lambda self: (-0.02 * self.max_steps, 1.0))
+    task = property(lambda self: f"{self.options['terms']} terms")
+    goal = property(lambda self: self.state["goal"])
+
+    @staticmethod
+    def split_of(goal: str) -> str:
+        """The split that a calculation belongs to."""
+        return ("test", "val", "train", "train", "train")[zlib.crc32(goal.encode()) % 5]
+
+    def _begin(self, rng: random.Random):
+        """Draws calculations until one has all its results in 0..limit and belongs to the split."""
+        terms, limit, ops = (self.options[key] for key in ("terms", "limit", "ops"))
+        while True:
+            numbers = [rng.randint(1, limit // 2) for _ in range(terms)]
+            goal = str(numbers[0]) + "".join(f" {rng.choice(ops)} {number}" for number in numbers[1:])
+            self.load(goal)
+            results = [line[3] for line in self.true_lines]
+            if self.split_of(goal) == self.split and min(results) >= 0 and max(results) <= limit:
+                return
+
+    def load(self, goal: str) -> str:
+        """Puts a given calculation in place of the task's (for demonstrations and tests). Returns the observation."""
+        self.state |= {"goal": goal, "lines": []}
+        self._moved()
+        return self._observe()
+
+    def _moved(self):
+        self.true_lines = self._true(self.state["goal"])
+
+    @staticmethod
+    def _true(goal: str) -> list[tuple[int, str, int, int]]:
+        """(a, operation, b, result) of every line, all right."""
+        first, *rest = goal.split(" ")
+        value, lines = int(first), []
+        for op, number in zip(rest[::2], rest[1::2], strict=True):
+            lines.append((value, op, int(number), _compute(value, op, int(number))))
+            value = lines[-1][3]
+        return lines
+
+    @property
+    def answer(self) -> int:
+        return self.true_lines[-1][3]
+
+    def _rest(self) -> list[str]:
+        """Number, then operation and number in turn: what is left, the last line's result in front."""
+        words, lines = self.state["goal"].split(" "), self.state["lines"]
+        return [str(lines[-1][3]), *words[2 * len(lines) + 1 :]] if lines else words
+
+    def _observe(self):
+        s = self.state
+        done = ["Done: " + " > ".join("{} {} {} = {}".format(*line) for line in s["lines"])] if s["lines"] else []
+        error = [f"Error: {s['error']}"] if s["error"] else []
+        return "\n".join([f"Goal: {s['goal']}", *error, *done, "Rest: " + " ".join(self._rest()), "Action:"])
+
+    def _act(self, text: str) -> tuple[float, bool]:
+        s, rest = self.state, self._rest()
+        plain = clean(text[:MAX_ACTION_CHARS]).strip(" .`")
+        line, answer = _LINE.search(plain), _NUMBER.search(plain)
+        undo = re.search(r"\bundo\b", plain, re.IGNORECASE)
+        if answer and not (line and line.start() < answer.start()):
+            s["action"], s["success"] = f"answer {int(answer[1])}", int(answer[1]) == self.answer
+        elif line:
+            a, op, b, c = int(line[1]), line[2], int(line[3]), int(line[4])
+            if [str(a), op, str(b)] != rest[:3]:
+                due = f"the next line begins {' '.join(rest[:3])} =" if len(rest) > 1 else "no operation is left"
+                s.update(valid=False, error=due)
+                return -0.02, False
+            s["action"] = f"{a} {op} {b} = {c}"
+            s["lines"].append([a, op, b, c])
+        elif undo and s["lines"]:
+            s["action"] = "undo"
+            s["lines"].pop()
+        else:
+            s.update(valid=False, error="nothing to undo" if undo else "unreadable; use a + b = c, undo or answer n")
+            return -0.02, False
+        s["repaired"] = s["action"] != text
+        over = s["action"].startswith("answer")
+        return float(over and s["success"]), over
+
+    def expert(self) -> str:
+        """The next line, right; takes wrong lines back first; the answer when nothing is left."""
+        lines = self.state["lines"]
+        if any(_compute(a, op, b) != c for a, op, b, c in lines):
+            return "undo"
+        if len(lines) == len(self.true_lines):
+            return f"answer {self.answer}"
+        return "{} {} {} = {}".format(*self.true_lines[len(lines)])
+
+    def legal_actions(self) -> list[str]:
+        """The next line right and with several errors, once nothing is left several answers, and undo."""
+        rest, lines = self._rest(), self.state["lines"]
+        undo = ["undo"] if lines else []
+        if len(rest) == 1:
+            return [f"answer {int(rest[0]) + slip}" for slip in (0, *self.SLIPS)] + undo
+        a, op, b = int(rest[0]), rest[1], int(rest[2])
+        results = [_compute(a, op, b) + slip for slip in (0, *self.SLIPS)]
+        return [f"{a} {op} {b} = {c}" for c in results] + undo
+
+    # ---- judging -----------------------------------------------------------------------------------------------------
+
+    def credits(self, segment) -> list[float]:
+        """1 for each step that is right in view of what the state shows, else 0: a right next line, `undo` while a
+        wrong line stands, the answer that all the lines, if right, lead to."""
+        return [float(self._right_step(obs, action)) for obs, action in segment]
+
+    @staticmethod
+    def _right_step(obs: str, action: str) -> bool:
+        rest = re.search(r"^Rest: (.*)$", obs, re.MULTILINE)
+        done = re.search(r"^Done: (.*)$", obs, re.MULTILINE)
+        if rest is None:
+            return False
+        lines = [(int(a), op, int(b), int(c)) for a, op, b, c in _LINE.findall(done[1])] if done else []
+        if any(_compute(a, op, b) != c for a, op, b, c in lines):
+            return bool(re.search(r"\bundo\b", action, re.IGNORECASE))
+        words = rest[1].split(" ")
+        if len(words) == 1:
+            answer = _NUMBER.search(action)
+            return answer is not None and answer[1] == words[0]
+        line = _LINE.search(action)
+        right = line is not None and [line[1], line[2], line[3]] == words[:3]
+        return right and _compute(int(line[1]), line[2], int(line[3])) == int(line[4])
+
+    def judge(self, segment) -> float:
+        """Share of right steps, line by line, from the visible transcript."""
+        credits = self.credits(segment)
+        return sum(credits) / len(credits) if credits else 0.0
+
+    def progress(self) -> float:
+        """True progress in [0, 1]: right lines before the first wrong one, and the answer; 0 after a wrong answer."""
+        s = self.state
+        if s["over"]:
+            return float(s["success"])
+        right = list(itertools.takewhile(lambda x: tuple(x[0]) == x[1], zip(s["lines"], self.true_lines, strict=False)))
+        return len(right) / (len(self.true_lines) + 1)
+
+    def key_steps(self) -> list[tuple[str, float]]:
+        """Every line of the calculation, right, and the answer: equal weights."""
+        texts = ["{} {} {} = {}".format(*line) for line in self.true_lines] + [f"answer {self.answer}"]
+        return [(rf"Action: {re.escape(text)}$", 1 / len(texts)) for text in texts]
+
+
+# ======================================================================================================================
 # Registry and terminal play
 # ======================================================================================================================
 
-ENVS = {cls.name: cls for cls in (WebNav, GridWorld)}
+ENVS = {cls.name: cls for cls in (WebNav, GridWorld, Booking, Arithmetic)}
 
 
 def make_env(name: str, seed: int = 0, split: str = "train", **options) -> Env:

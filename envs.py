@@ -1452,7 +1452,8 @@ class Troubleshoot(Deliberation):
         Ask: log, network, connections, users, queries, address, clock, certificate, roles
         Fix: key, index, pool limit, clock, database, address, certificate, role, firewall, password
         Action:
-    Turn: `<think>1. queries fast 2. so pool limit</think> fix pool limit`; the thought is free text and not looked at.
+    Turn: `<think>1. connections full 2. queries fast 3. so pool limit</think> fix pool limit`; the thought is free
+    text and not looked at.
     Actions: ask <question>, fix <cause>, with the words of the two lists.
     The symptom decides nothing, and a log line is shared by five causes: the article's database time-out may be too
     small a connection pool, a slow query, a firewall rule, an old address or a database that is down. In half of the
@@ -1472,13 +1473,15 @@ class Troubleshoot(Deliberation):
     Ask: log, connections, queries, network, address, memory, version, traffic, uploads
     Fix: pool limit, index, firewall, address, database, update, cache, rate limit, upload size, schedule
     Action:
-    >>> env.step("<think>1. log timeout 2. connections come first</think> ask connections")[0].splitlines()[2]
+    >>> env.step("<think>1. log timeout 2. connections first</think> ask connections")[0].splitlines()[2]
     'Known: connections: all 50 in use'
     >>> env.expert()
     '<think>1. connections full 2. pool limit or index 3. queries decide</think> ask queries'
     >>> env.step(env.expert())[0].splitlines()[2]
     'Known: connections: all 50 in use; queries: all under 50 ms'
-    >>> env.step("<think>1. queries fast 2. so pool limit</think> fix pool limit")[1:4]
+    >>> env.expert()
+    '<think>1. connections full 2. queries fast 3. so pool limit</think> fix pool limit'
+    >>> env.step(env.expert())[1:4]
     (1.0, True, False)
     """
 
@@ -1576,17 +1579,18 @@ class Troubleshoot(Deliberation):
         """Reads the newest fact, names the causes left, asks what tells them apart; fixes when one is left."""
         true, left = self.fault["cause"], self._left()
         known = {q: _value(true, q) for q in self.state["known"]}
-        newest = " ".join(list(known.items())[-1]) if known else "nothing known"
+        readings = [f"{question} {value}" for question, value in known.items()]
         if len(left) == 1:
-            return _turn(f"fix {left[0]}", newest, f"so {left[0]}")
+            return _turn(f"fix {left[0]}", *readings[-2:], f"so {left[0]}")
         question = _aimed(left, known)
+        newest = readings[-1] if readings else "nothing known"
         if question == "log":
-            return _turn("ask log", newest, "the log shows the area")
-        verb = "" if question.endswith("s") and question != "address" else "s"
+            return _turn("ask log", newest, "many causes", "the log shows the area")
+        plural = question in ("connections", "queries", "uploads", "users", "roles")
         if len(left) > 3:
-            return _turn(f"ask {question}", newest, f"{question} come{verb} first")
+            return _turn(f"ask {question}", newest, "many causes", f"{question} come{'' if plural else 's'} first")
         causes = ", ".join(left[:-1]) + f" or {left[-1]}"
-        return _turn(f"ask {question}", newest, causes, f"{question} decide{verb}")
+        return _turn(f"ask {question}", newest, causes, f"{question} decide{'' if plural else 's'}")
 
     def legal_actions(self) -> list[str]:
         """Every question and every fix of the two lists, without thoughts."""
@@ -1644,8 +1648,8 @@ def _trip_steps() -> list[tuple[str, float]]:
 
     visit = rf"(?=.*\nAction:.*\bvisit (?P<f>\w+) (?P<d>{day})\b)(?=.*\nDates: [^,\n]*\b(?P=d)\b){fits('f', 'd')}"
     opens = rf"(?=.*\nAction:.*\b(?P<g>\w+) opens (?P<e>{day})\b)(?=.*\b(?P=g): (?:(?:{day}) )?(?P=e)\b)"
-    plan = rf"(?=.*\nPlan: (?P<d>{day}) (?P<f>\w+), (?P<e>{day}) (?P<g>\w+), cost \d+\n)"
-    affordable = "|".join(rf"(?=.*\nBudget: {b}\n)(?=.*, cost [1-{b}]\n)" for b in range(2, 10))
+    plan = rf"(?=.*\nPlan: (?P<d>{day}) (?P<f>\w+), (?P<e>{day}) (?P<g>\w+), \$\d+\n)"
+    affordable = "|".join(rf"(?=.*\nBudget: \${b}\n)(?=.*\nPlan: [^\n]*, \$[1-{b}]\n)" for b in range(2, 10))
     interest = r"(?=.*\nInterest: (?P<t>\w+)\n)(?=.*\nFirms for (?P=t): )"
     confirmed = rf"(?=.*\nAction:.*\bconfirm\b){interest}{plan}(?:{affordable}){fits('f', 'd')}{fits('g', 'e')}"
     steps = ((rf"{asked}|(?!.*: unknown\n){listed}", 0.15), (listed, 0.15), (f"{opens}|{visit}", 0.15))
@@ -1658,12 +1662,12 @@ class Trip(Deliberation):
     State (a line for firms, plan, error and result only where there is one):
         Goal: plan 3 days in porto with 2 visits
         Dates: tue wed thu, thu within 5 km
-        Budget: 6
+        Budget: $6
         Interest: robots
-        Firms for robots: nova: mon tue, 3 km, cost 4; orbit: tue thu, 2 km, cost 2; pixel: wed fri, 8 km, cost 3
-        Plan: tue nova, cost 4
+        Firms for robots: nova: mon tue, 3 km, $4; orbit: tue thu, 2 km, $2; pixel: wed fri, 8 km, $3
+        Plan: tue nova, $4
         Action:
-    Turn: `<think>1. orbit opens thu, 2 km 2. with nova cost 6 of 6</think> visit orbit thu`; the thought is free text
+    Turn: `<think>1. orbit opens thu, 2 km 2. with nova $6 of $6</think> visit orbit thu`; the thought is free text
     and not looked at.
     Actions:
         ask dates, ask budget, ask interest   in three of four tasks one of them is unknown
@@ -1678,16 +1682,16 @@ class Trip(Deliberation):
     what is not planned; a confirmation with something unknown).
     Ends: confirm (terminated); 8 steps (truncated). Cities, topics, firms and goal wordings differ between the splits.
 
-    By hand: orbit on thursday is near enough, pixel on wednesday would leave 2 of the budget: not enough for nova.
+    By hand: orbit on thursday is near enough, pixel on wednesday would leave $3 of $6: not enough for nova.
     >>> env = make_env("trip")
     >>> _ = env.reset(seed=0)
     >>> firms = {"nova": (("mon", "tue"), 3, 4), "orbit": (("tue", "thu"), 2, 2), "pixel": (("wed", "fri"), 8, 3)}
     >>> print(env.load("tue", 6, "robots", {"robots": firms}, plan={"tue": "nova"}, listed="robots").splitlines()[4])
-    Firms for robots: nova: mon tue, 3 km, cost 4; orbit: tue thu, 2 km, cost 2; pixel: wed fri, 8 km, cost 3
+    Firms for robots: nova: mon tue, 3 km, $4; orbit: tue thu, 2 km, $2; pixel: wed fri, 8 km, $3
     >>> env.expert()
-    '<think>1. orbit opens thu, 2 km 2. with nova cost 6 of 6</think> visit orbit thu'
+    '<think>1. orbit opens thu, 2 km 2. with nova $6 of $6</think> visit orbit thu'
     >>> env.step(env.expert())[0].splitlines()[5]
-    'Plan: tue nova, thu orbit, cost 6'
+    'Plan: tue nova, thu orbit, $6'
     >>> env.step("<think>1. all fits</think> confirm")[1:4]
     (1.0, True, False)
     """
@@ -1773,16 +1777,16 @@ class Trip(Deliberation):
     def _observe(self) -> str:
         s, trip = self.state, self.state["trip"]
         days = " ".join(trip["dates"]) + f", {trip['dates'][-1]} within {NEAR} km"
-        told = {"dates": days, "budget": trip["budget"], "interest": trip["interest"]}
+        told = {"dates": days, "budget": f"${trip['budget']}", "interest": trip["interest"]}
         lines = [f"Goal: {self.goal}", *([f"Error: {s['error']}"] if s["error"] else [])]
         lines += [f"{need.capitalize()}: {'unknown' if need == s['unknown'] else told[need]}" for need in NEEDS]
         if s["listed"]:
             firms = trip["firms"][s["listed"]].items()
-            texts = [f"{name}: {' '.join(days)}, {km} km, cost {cost}" for name, (days, km, cost) in firms]
+            texts = [f"{name}: {' '.join(days)}, {km} km, ${cost}" for name, (days, km, cost) in firms]
             lines.append(f"Firms for {s['listed']}: " + "; ".join(texts))
         if s["plan"]:
             visits = [f"{day} {s['plan'][day]}, " for day in DAYS if day in s["plan"]]
-            lines.append(f"Plan: {''.join(visits)}cost {sum(map(self._cost, s['plan'].values()))}")
+            lines.append(f"Plan: {''.join(visits)}${sum(map(self._cost, s['plan'].values()))}")
         lines += [f"Result: {s['result']}"] if s["result"] else []
         return "\n".join(lines + ["Action:"])
 
@@ -1869,7 +1873,7 @@ class Trip(Deliberation):
             return _turn(f"ask {s['unknown']}", f"{s['unknown']} unknown", f"no plan without {s['unknown']}")
         plan, changes = self._best()
         firms = trip["firms"][trip["interest"]]
-        cost = f"cost {sum(firms[f][2] for f in plan.values())} of {trip['budget']}"
+        cost = f"${sum(firms[f][2] for f in plan.values())} of ${trip['budget']}"
         if not changes:
             return _turn("confirm", *(f"{plan[d]} opens {d}" for d in DAYS if d in plan), cost)
         verb, *words = changes[0]

@@ -1671,7 +1671,7 @@ class Trip(Deliberation):
     and not looked at.
     Actions:
         ask dates, ask budget, ask interest   in three of four tasks one of them is unknown
-        list <topic>                          shows four firms of a topic, with opening days, distance and cost
+        list <topic>                          shows a topic's four firms: opening days, distance, cost; empties the plan
         visit <firm> <day>                    puts a listed firm on a day (once; what stood on that day goes)
         drop <day>                            empties a day
         confirm                               ends the episode
@@ -1812,8 +1812,10 @@ class Trip(Deliberation):
         s = self.state
         if topic not in s["trip"]["firms"]:
             return self._refuse(f"no firms for {topic[:MAX_LABEL_CHARS]}")[0]
-        repeated, s["listed"] = s["listed"] == topic, topic
-        return -0.01 if repeated else 0.0
+        if s["listed"] == topic:
+            return -0.01
+        s["listed"], s["plan"] = topic, {}
+        return 0.0
 
     def _visit(self, firm: str, day: str) -> float:
         s, trip = self.state, self.state["trip"]
@@ -1845,7 +1847,8 @@ class Trip(Deliberation):
 
     def _changes(self, target: dict[str, str]) -> list[tuple[str, ...]]:
         """The actions that turn the present plan into `target`: visits in the order of days, then days to drop."""
-        plan = self.state["plan"]
+        s = self.state
+        plan = s["plan"] if s["listed"] == s["trip"]["interest"] else {}  # listing the interest will empty it
         visits = [("visit", target[d], d) for d in DAYS if d in target and plan.get(d) != target[d]]
         return visits + [("drop", d) for d, f in plan.items() if d not in target and f not in target.values()]
 
@@ -1857,8 +1860,7 @@ class Trip(Deliberation):
     def _remaining(self) -> int:
         """Turns that the expert still needs."""
         s, changes = self.state, self._best()[1]
-        to_list = any(change[0] == "visit" for change in changes) and s["listed"] != s["trip"]["interest"]
-        return bool(s["unknown"]) + to_list + len(changes) + 1
+        return bool(s["unknown"]) + (s["listed"] != s["trip"]["interest"]) + len(changes) + 1
 
     def progress(self) -> float:
         """True progress in [0, 1]: share of an expert's five turns that are done; 1 booked, 0 failed. For measuring."""

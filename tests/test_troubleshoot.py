@@ -492,6 +492,9 @@ def test_kinds_of_tasks_and_wrong_topics():
     assert {k: abs(kinds.count(k) / 400 - 0.25) < 0.07 for k in kinds} == dict.fromkeys(
         ("dates", "budget", "interest", "all given"), True
     )
+    env = trip(plan={"tue": "nova"})
+    assert env.step("list robots")[1] == -0.01 and env.state["plan"] == {"tue": "nova"}
+    assert "\nPlan:" not in env.step("list food")[0]  # another topic, another plan
     env = trip(listed="")
     assert env.step("list food")[1] == 0.0 and not env.decisive() and env.step("list food")[1] == -0.01
     assert "Firms for robots: nova: mon tue, 3 km, $4; orbit" in env.step("list robots")[0] and env.decisive()

@@ -14,6 +14,7 @@
 import argparse
 import copy
 import itertools
+import math
 import random
 import re
 import sys
@@ -505,11 +506,12 @@ WORDS = {
     },
 }
 WORDS = {split: {kind: words.split(", ") for kind, words in kinds.items()} for split, kinds in WORDS.items()}
-# A label is one of these with a word before or behind it (training shops: sometimes without). So many come out that a
-# policy cannot learn them by heart: it has to read them off the page, and the words of validation and test are its own.
+# A label is one of these; in a share of MODIFIED with a word before or behind it, so that it has to be read off the page
+# (the words of validation and test are their own).
 STEMS = {
     "home": "home", "next": "next", "previous": "previous", "search": "search", "help": "help, faq", "login": "log in",
-    "submit": "submit, send", "user": "user name, user", "password": "password", "orders": "orders", "cart": "cart", "add": "add to cart, put in cart", "save": "wishlist, share, compare",
+    "submit": "submit, send", "user": "user name, user", "password": "password",
+    "orders": "orders", "cart": "cart", "add": "add to cart, put in cart", "save": "wishlist, share, compare",
     "cookies": "accept cookies, allow cookies", "dead": "press, jobs, blog, careers", "ghost": "deals, outlet, gifts",
     "price": "price", "reviews": "reviews", "shipping": "shipping",
 }  # fmt: skip
@@ -586,7 +588,8 @@ class WebNav(Env):
     and input until accepted.
     Reward: 1 on success; -0.01 for an action already taken in the same page and state; -0.02 for an illegal one; with
     shaping=True +0.02 the first time each detail tab is opened.
-    Ends: success, any answer, or 3 fruitless actions in a row, illegal or taken before in the same state (terminated); 15 steps (truncated).
+    Ends: success, any answer, or 3 fruitless actions in a row, illegal or taken before in the same state (terminated);
+    15 steps (truncated).
     `cut` in info counts shortened text, labels or lists, not the compression of old actions to `visited:`.
 
     By hand: find the price of a product through the shelves.
@@ -2023,10 +2026,692 @@ class Arithmetic(Env):
 
 
 # ======================================================================================================================
+# Turns with thoughts: what troubleshoot and trip share
+# ======================================================================================================================
+
+MAX_TURN_CHARS = 4_000  # a turn is read up to here
+_THINK_OPEN = re.compile(r"<\s*think(?:ing)?\s*>", re.IGNORECASE)
+_THINK_CLOSE = re.compile(r"<\s*/\s*think(?:ing)?\s*>", re.IGNORECASE)
+_FILL = r"\b[^\w\n]*(?:(?:about|the|for|of|to|on|in|a|their|your|user|database|server|app)\s+)*"  # forgiven words
+
+
+def drop_thought(text: str) -> str:
+    """The action part of a turn `<think>1. ... 2. ...</think> action`: what stands behind the last closing tag.
+
+    A thought that is never closed may still be followed by an action on a line of its own, the last one; a turn of one
+    line that was cut off inside its thought has no action: "".
+    """
+    closings = list(_THINK_CLOSE.finditer(text))
+    text = text[closings[-1].end() :] if closings else text
+    opening = _THINK_OPEN.search(text)
+    if opening is None:
+        return text.strip()
+    lines = text[opening.end() :].strip().splitlines()
+    return lines[-1].strip() if len(lines) > 1 and lines[-1][:1].isalpha() else text[: opening.start()].strip()
+
+
+class Deliberation(Env):
+    """A dialogue in turns of a short numbered thought and one action; the environment reads the action alone.
+
+    A subclass defines GRAMMAR (a compiled pattern; each alternative's groups are a verb and its arguments), USAGE and
+    _take(verb, *args) -> (reward, terminated), which sets state["error"] to refuse, and _decided() as described below.
+    """
+
+    GRAMMAR: ClassVar[re.Pattern] = re.compile("(?!)")
+    USAGE = ""
+    max_steps = 8
+    max_action_tokens = 48
+
+    @property
+    def return_bounds(self):
+        return (-0.02 * self.max_steps, 1.0)
+
+    def _act(self, text: str) -> tuple[float, bool]:
+        s = self.state
+        given = drop_thought(text[:MAX_TURN_CHARS])
+        found = self.GRAMMAR.search(clean(given).lower())
+        s["decisive"] = False
+        if found is None:
+            s.update(valid=False, error=f"unreadable; {self.USAGE}")
+            return -0.02, False
+        parts = [part for part in found.groups() if part]
+        reward, terminated = self._take(*parts)
+        s["valid"] = not s["error"]
+        if s["valid"]:
+            s["action"] = " ".join(parts)
+            s["repaired"] = given != s["action"] or len(text) > MAX_TURN_CHARS
+        return reward, terminated
+
+    def _refuse(self, error: str) -> tuple[float, bool]:
+        self.state["error"] = error
+        return -0.02, False
+
+    def decisive(self) -> bool:
+        """Did the last action bring the solution nearer? Knows the hidden truth: for measuring credits only."""
+        return self.state["decisive"]
+
+
+def _turn(action: str, *thoughts: str) -> str:
+    """`<think>1. ... 2. ...</think> action`."""
+    return "<think>" + " ".join(f"{i}. {t}" for i, t in enumerate(thoughts, 1)) + f"</think> {action}"
+
+
+# ======================================================================================================================
+# troubleshoot
+# ======================================================================================================================
+
+# Cause (what `fix` names) -> what differs from a healthy system. The first key names the kind of log line.
+CAUSES = {
+    "pool limit": {"log": "timeout", "connections": "full"},
+    "index": {"log": "timeout", "connections": "full", "queries": "slow"},
+    "firewall": {"log": "timeout", "connections": "none", "network": "blocked"},
+    "address": {"log": "timeout", "connections": "none", "address": "old"},
+    "database": {"log": "timeout", "connections": "none"},
+    "update": {"log": "memory", "memory": "grows", "version": "new"},
+    "cache": {"log": "memory", "memory": "grows"},
+    "rate limit": {"log": "memory", "memory": "jumps", "traffic": "high"},
+    "upload size": {"log": "memory", "memory": "jumps", "uploads": "huge"},
+    "schedule": {"log": "memory", "memory": "jumps"},
+    "certificate": {"log": "denied", "certificate": "expired"},
+    "clock": {"log": "denied", "clock": "wrong"},
+    "key": {"log": "denied"},
+    "role": {"log": "denied", "users": "some", "roles": "missing"},
+    "password": {"log": "denied", "users": "some"},
+}
+AREAS = {  # kind of log line -> its questions, in the order in which they narrow the causes down
+    "timeout": ("connections", "queries", "network", "address"),
+    "memory": ("memory", "version", "traffic", "uploads"),
+    "denied": ("users", "roles", "certificate", "clock"),
+}
+# question -> value -> wordings for train / val / test. The last value of a question (but log) is a healthy system's.
+ANSWERS = {
+    "log": {
+        "timeout": "connection timeout, database timed out, no answer from the database"
+        " / database wait too long / database did not respond, gave up waiting for the server",
+        "memory": "out of memory, worker killed for memory, memory exhausted"
+        " / heap full and worker died / memory allocation failed, stopped as no ram was left",
+        "denied": "access denied, request not allowed, login rejected"
+        " / permission error / unauthorized request, sign-in forbidden",
+    },
+    "connections": {
+        "full": "all # in use, # of # taken, no free slot / every slot busy / limit of # reached, # used and 0 spare",
+        "none": "none open, 0 established, not one succeeds / no session at all / zero active, every attempt fails",
+        "few": "a few in use, plenty free, a third used / most are idle / many spare, low use",
+    },
+    "queries": {
+        "slow": "some take # s, one scans all rows, very slow / minutes each / they crawl, far too long",
+        "fast": "all under # ms, quick, finish at once / a few ms each / done instantly, no delay",
+    },
+    "network": {
+        "blocked": "port closed, packets dropped, traffic blocked / port filtered / a rule stops it, port shut",
+        "open": "port open, ping works, packets arrive / reachable / path is clear, route works",
+    },
+    "address": {
+        "old": "an old server, a retired host, from before the move / outdated host / a former machine, not the new",
+        "right": "matches the server, correct, up to date / as it should be / current, the proper host",
+    },
+    "memory": {
+        "grows": "climbs all day, more every hour, rises without end / creeps up / keeps growing, higher day by day",
+        "jumps": "sudden peaks, leaps in seconds, spikes / abrupt surges / jumps at once, fine then bursts",
+        "flat": "low and flat, half free, stable / never moves / steady, plenty of room",
+    },
+    "version": {
+        "new": "new since monday, updated this week, just upgraded / released yesterday / changed today, fresh release",
+        "same": "same for a year, not touched, no change / old and proven / months old, as ever",
+    },
+    "traffic": {
+        "high": "# times normal, flooded, far above normal / a huge rush / extremely heavy, overwhelming",
+        "usual": "as usual, ordinary, average / a typical day / nothing special, same as last week",
+    },
+    "uploads": {
+        "huge": "files of # gb, giant videos, very large files / enormous archives / massive scans, # gb images",
+        "small": "tiny files, a few kb, short texts / small notes / little documents, only kb",
+    },
+    "users": {
+        "some": "only new staff, a few people, two accounts / one team / certain persons, just some",
+        "all": "everyone, all users, the whole company / every account / each person, the entire staff",
+    },
+    "roles": {
+        "missing": "none assigned, missing, left empty / not granted / absent, nobody set them",
+        "set": "all set, complete, assigned / granted / in place, given to them",
+    },
+    "certificate": {
+        "expired": "ended yesterday, expired, past its date / ran out / no longer valid, lapsed last week",
+        "valid": "valid for a year, good until may, in date / not yet due / months left, still fine",
+    },
+    "clock": {
+        "wrong": "# minutes late, runs ahead, wrong by hours / off by a day / hours behind, shows last week",
+        "right": "exact, in step, right to the second / accurate / correct time, no drift",
+    },
+}
+ANSWERS = {  # question -> value -> split -> wordings
+    question: {
+        value: dict(zip(SPLITS, (part.split(", ") for part in wordings.split(" / ")), strict=True))
+        for value, wordings in values.items()
+    }
+    for question, values in ANSWERS.items()
+}
+PRODUCTS = {
+    "train": "kite shop, atlas mail, ruby bank, delta cloud, lotus wiki, pixel forum, cobra chat, amber store",
+    "val": "zebra news, maple desk",
+    "test": "orion travel, falcon games, tulip health, cedar music",
+}
+PRODUCTS = {split: names.split(", ") for split, names in PRODUCTS.items()}
+SYMPTOMS = {  # every cause shows any of them: the symptom alone decides nothing
+    "train": "pages do not load, orders fail, users see an error, reports stay empty, the app is down",
+    "val": "the screen is blank, forms hang",
+    "test": "nothing opens, saving fails, it stopped working, people complain",
+}
+SYMPTOMS = {split: texts.split(", ") for split, texts in SYMPTOMS.items()}
+COMPLAINTS = {
+    "train": ("fix {product}: {symptom}", "{product} has a fault: {symptom}"),
+    "val": ("trouble with {product}: {symptom}",),
+    "test": ("repair {product}: {symptom}", "help with {product}: {symptom}"),
+}
+
+
+def _value(cause: str, question: str) -> str:
+    """What `question` reveals if `cause` is the fault: its own sign, else a healthy system's value."""
+    return CAUSES[cause].get(question) or list(ANSWERS[question])[-1]
+
+
+def _evidence(question: str, value: str) -> str:
+    """Pattern of the line or entry by which a state shows that `question` was answered with `value`, in any split."""
+    wordings = [w for texts in ANSWERS[question][value].values() for w in texts]
+    texts = "|".join(re.escape(w).replace(r"\#", r"\d+") for w in wordings)
+    return rf"\nLog: (?:{texts})\n" if question == "log" else rf"[ ;]{question}: (?:{texts})[;\n]"
+
+
+def _aimed(causes: list[str], known: dict[str, str]) -> str | None:
+    """The question that narrows `causes` down best: the log first, then the first of its area that tells some apart."""
+    if "log" not in known and len({_value(c, "log") for c in causes}) > 1:
+        return "log"
+    questions = (q for q in AREAS[_value(causes[0], "log")] if q not in known)
+    return next((q for q in questions if len({_value(c, q) for c in causes}) > 1), None)
+
+
+@lru_cache(maxsize=1)
+def _diagnosis_steps() -> list[tuple[str, float]]:
+    """Key steps of every diagnosis as patterns: aimed first and following questions, true readings, the proven cause.
+
+    Each asks for evidence in the state and for words behind "Action:": it holds for a thought as well as for an action.
+    """
+    first, later, proofs = [r"(?!.*\nLog: ).*\nAction:.*\bask log\b"], [], []
+    for cause in CAUSES:
+        known, left = {"log": _value(cause, "log")}, [c for c in CAUSES if _value(c, "log") == _value(cause, "log")]
+        while (question := _aimed(left, known)) is not None:
+            last = _evidence(*list(known.items())[-1])
+            (later if len(known) > 1 else first).append(rf"(?=.*{last}).*\nAction:.*\bask {question}\b")
+            known[question] = _value(cause, question)
+            left = [c for c in left if _value(c, question) == known[question]]
+        own = {q: v for q, v in CAUSES[cause].items() if q != "log"}
+        own = {q: v for q, v in own.items() if sum(_value(c, q) == v for c in CAUSES) == 1} or known
+        facts = "".join(rf"(?=.*{_evidence(q, v)})" for q, v in own.items() if q != "log" or len(CAUSES[cause]) == 1)
+        proofs.append(rf"{facts}.*\nAction:.*\b(?:so|fix) {cause}\b")
+    readings = [
+        rf"(?=.*{_evidence(question, value)}).*\nAction:.*\b{question} {value}\b"
+        for question, values in ANSWERS.items()
+        for value in values
+    ]
+    groups = ((first, 0.25), (later, 0.25), (readings + proofs, 0.2), (proofs, 0.3))
+    return [(rf"(?s)\A(?:{'|'.join(dict.fromkeys(patterns))})", weight) for patterns, weight in groups]
+
+
+class Troubleshoot(Deliberation):
+    """A product with one of 15 hidden faults: find the cause by questions, then fix it.
+
+    State (Log, Known, Error and Result only where there is something to say):
+        Goal: fix kite shop: orders fail
+        Log: connection timeout
+        Known: connections: 50 of 50 taken; queries: quick
+        Ask: log, network, connections, users, queries, address, clock, certificate, roles
+        Fix: key, index, pool limit, clock, database, address, certificate, role, firewall, password
+        Action:
+    Turn: `<think>1. connections full 2. queries fast 3. so pool limit</think> fix pool limit`; the thought is free
+    text and not looked at.
+    Actions: ask <question>, fix <cause>, with the words of the two lists.
+    The symptom decides nothing, and a log line is shared by five causes: the article's database time-out may be too
+    small a connection pool, a slow query, a firewall rule, an old address or a database that is down. In half of the
+    tasks the user gives the log line at once, otherwise it has to be asked for. A question reveals one fact. The lists
+    hold the questions and causes of the true area and of one other, mixed.
+    Reward: 1 for fixing the true cause once the facts in sight leave no other; -0.01 for a question already answered;
+    -0.02 for an illegal or unreadable action.
+    Ends: any fix (a wrong one, or one that was a guess, is a failure; terminated); 8 steps (truncated).
+    Products, symptoms and the wordings of log lines and answers differ between the splits; causes and questions do not.
+
+    By hand: connections and queries tell the five causes of the time-out apart.
+    >>> env = make_env("troubleshoot")
+    >>> _ = env.reset(seed=0)
+    >>> print(env.load("pool limit", known=("log",)))
+    Goal: fix kite shop: pages do not load
+    Log: connection timeout
+    Ask: log, connections, queries, network, address, memory, version, traffic, uploads
+    Fix: pool limit, index, firewall, address, database, update, cache, rate limit, upload size, schedule
+    Action:
+    >>> env.step("<think>1. log timeout 2. connections first</think> ask connections")[0].splitlines()[2]
+    'Known: connections: all 50 in use'
+    >>> env.expert()
+    '<think>1. connections full 2. pool limit or index 3. queries decide</think> ask queries'
+    >>> env.step(env.expert())[0].splitlines()[2]
+    'Known: connections: all 50 in use; queries: all under 50 ms'
+    >>> env.expert()
+    '<think>1. connections full 2. queries fast 3. so pool limit</think> fix pool limit'
+    >>> env.step(env.expert())[1:4]
+    (1.0, True, False)
+    """
+
+    LOG_GIVEN = 0.5  # share of the tasks whose user gives the log line at once
+
+    name = "troubleshoot"
+    summary = "find a product's hidden fault by well-aimed questions, then fix it; turns hold a thought"
+    GRAMMAR = re.compile(
+        rf"\b(ask){_FILL}({'|'.join(ANSWERS)})\b|\b(fix){_FILL}({'|'.join(CAUSES)})\b"
+    )
+    USAGE = "use ask or fix with a word of the lists"
+
+    @property
+    def fault(self) -> dict:
+        """The task's fixed part: cause, goal, the lists `asks` and `fixes`, and what each question reveals."""
+        return self.state["fault"]
+
+    @property
+    def task(self) -> str:
+        return _value(self.fault["cause"], "log")
+
+    @property
+    def goal(self) -> str:
+        return self.fault["goal"]
+
+    def _begin(self, rng: random.Random):
+        cause = rng.choice(list(CAUSES))
+        area = _value(cause, "log")
+        areas = [area, rng.choice([a for a in AREAS if a != area])]
+        asks = ["log", *(q for a in areas for q in AREAS[a])]
+        fixes = [c for c in CAUSES if _value(c, "log") in areas]
+        complaint = rng.choice(COMPLAINTS[self.split])
+        goal = complaint.format(product=rng.choice(PRODUCTS[self.split]), symptom=rng.choice(SYMPTOMS[self.split]))
+        answers = {q: rng.choice(ANSWERS[q][_value(cause, q)][self.split]) for q in ANSWERS}
+        number = str(rng.randint(2, 9) * 10)
+        answers = {q: text.replace("#", number) for q, text in answers.items()}
+        rng.shuffle(asks)
+        rng.shuffle(fixes)
+        self.state["fault"] = {"cause": cause, "goal": goal, "asks": asks, "fixes": fixes, "answers": answers}
+        self.state |= {"known": ["log"] if rng.random() < self.LOG_GIVEN else [], "result": "", "decisive": False}
+
+    def load(self, cause: str, known: tuple[str, ...] = (), other: str = "") -> str:
+        """Puts a given fault in place of the task's (for demonstrations and tests): first wordings, lists in order.
+
+        known: questions already answered; other: the area that supplies the wrong words (default: the next one).
+        """
+        area, names = _value(cause, "log"), list(AREAS)
+        areas = (area, other or names[(names.index(area) + 1) % len(names)])
+        goal = COMPLAINTS[self.split][0].format(product=PRODUCTS[self.split][0], symptom=SYMPTOMS[self.split][0])
+        answers = {q: ANSWERS[q][_value(cause, q)][self.split][0].replace("#", "50") for q in ANSWERS}
+        asks = ["log", *(q for a in areas for q in AREAS[a])]
+        fixes = [c for a in areas for c in CAUSES if _value(c, "log") == a]
+        self.state["fault"] = {"cause": cause, "goal": goal, "asks": asks, "fixes": fixes, "answers": answers}
+        self.state |= {"known": list(known), "result": "", "decisive": False}
+        return self._observe()
+
+    def _observe(self) -> str:
+        s, answers = self.state, self.fault["answers"]
+        facts = "; ".join(f"{q}: {answers[q]}" for q in s["known"] if q != "log")
+        lines = [f"Goal: {self.goal}", *([f"Error: {s['error']}"] if s["error"] else [])]
+        lines += [f"Log: {answers['log']}"] if "log" in s["known"] else []
+        lines += [f"Known: {facts}"] if facts else []
+        lines += ["Ask: " + ", ".join(self.fault["asks"]), "Fix: " + ", ".join(self.fault["fixes"])]
+        lines += [f"Result: {s['result']}"] if s["result"] else []
+        return "\n".join(lines + ["Action:"])
+
+    def _left(self) -> list[str]:
+        """The causes of the list that agree with all facts in sight."""
+        true, known = self.fault["cause"], self.state["known"]
+        return [c for c in self.fault["fixes"] if all(_value(c, q) == _value(true, q) for q in known)]
+
+    def _take(self, verb: str, word: str) -> tuple[float, bool]:
+        s = self.state
+        if word not in self.fault["asks" if verb == "ask" else "fixes"]:
+            return self._refuse(f"{word} is not in the list of what to {verb}")
+        before = self._left()
+        if verb == "fix":
+            right, proven = word == self.fault["cause"], len(before) == 1
+            s["success"] = s["decisive"] = right and proven
+            s["result"] = "fixed" if right and proven else "a guess without proof" if right else "still broken"
+            return float(right and proven), True
+        if word in s["known"]:
+            return -0.01, False
+        s["known"].append(word)
+        s["decisive"] = len(self._left()) < len(before)
+        return 0.0, False
+
+    def progress(self) -> float:
+        """True progress in [0, 1]: how far the possible causes are narrowed down; 1 fixed, 0 failed. For measuring."""
+        if self.state["over"]:
+            return float(self.state["success"])
+        return 0.9 * (1 - math.log(len(self._left())) / math.log(len(self.fault["fixes"])))
+
+    def expert(self) -> str:
+        """Reads the newest fact, names the causes left, asks what tells them apart; fixes when one is left."""
+        true, left = self.fault["cause"], self._left()
+        known = {q: _value(true, q) for q in self.state["known"]}
+        readings = [f"{question} {value}" for question, value in known.items()]
+        if len(left) == 1:
+            return _turn(f"fix {left[0]}", *readings[-2:], f"so {left[0]}")
+        question = _aimed(left, known)
+        newest = readings[-1] if readings else "nothing known"
+        if question == "log":
+            return _turn("ask log", newest, "many causes", "the log shows the area")
+        plural = question in ("connections", "queries", "uploads", "users", "roles")
+        if len(left) > 3:
+            return _turn(f"ask {question}", newest, "many causes", f"{question} come{'' if plural else 's'} first")
+        causes = ", ".join(left[:-1]) + f" or {left[-1]}"
+        return _turn(f"ask {question}", newest, causes, f"{question} decide{'' if plural else 's'}")
+
+    def legal_actions(self) -> list[str]:
+        """Every question and every fix of the two lists, without thoughts."""
+        return [f"ask {q}" for q in self.fault["asks"]] + [f"fix {c}" for c in self.fault["fixes"]]
+
+    def _steps_of(self, goal: str) -> list[tuple[str, float]]:
+        return _diagnosis_steps()
+
+
+# ======================================================================================================================
+# trip
+# ======================================================================================================================
+
+DAYS = ("mon", "tue", "wed", "thu", "fri")
+NEEDS = ("dates", "budget", "interest")
+NEAR = 5  # km: how far a firm of the last day may lie from the station
+TRIP_WORDS = {
+    "train": {
+        "cities": "porto, lyon, bergen, turin, leeds, malmo, ghent, gdansk, basel, zagreb",
+        "topics": "energy, health, robots, banking, food, chips, steel, trains",
+        "firms": "nova, orbit, pixel, delta, falcon, cobalt, ember, summit, harbor, raven, vector, prism, aurora, "
+        "beacon, cedar, comet, granite, jasper, lotus, river",
+    },
+    "val": {
+        "cities": "vienna, riga",
+        "topics": "water, games, paper, ships",
+        "firms": "zenith, meadow, anchor, bishop, canyon, marble, copper, saddle, willow, temple, ladder, pepper",
+    },
+    "test": {
+        "cities": "oslo, seville, dresden, nantes",
+        "topics": "space, security, music, cars, fashion",
+        "firms": "atlas, breeze, crystal, dragon, engine, forest, glacier, horizon, island, jungle, lantern, mirror, "
+        "needle, oyster",
+    },
+}
+TRIP_WORDS = {s: {kind: words.split(", ") for kind, words in kinds.items()} for s, kinds in TRIP_WORDS.items()}
+TRIP_GOALS = {
+    "train": ("plan 3 days in {city} with 2 visits", "a 3 day trip to {city}, visit 2 firms"),
+    "val": ("3 days in {city}, see 2 companies",),
+    "test": ("arrange a trip to {city} for 3 days and 2 firms", "travel to {city} for 3 days: 2 meetings"),
+}
+
+
+@lru_cache(maxsize=1)
+def _trip_steps() -> list[tuple[str, float]]:
+    """Key steps of every trip, as patterns over a state and what was thought or done in it."""
+    day = "|".join(DAYS)
+    asked = "|".join(rf"(?=.*\n{need.capitalize()}: unknown\n).*\nAction:.*\bask {need}\b" for need in NEEDS)
+    listed = r"(?!.*\nInterest: unknown)(?=.*\nInterest: (?P<t>\w+)\n).*\nAction:.*\blist (?P=t)\b"
+
+    def fits(firm: str, on: str) -> str:
+        """Lookaheads: group `firm` is listed, opens on group `on`, and is near if that is the last day."""
+        opens = rf"(?=.*\b(?P={firm}): (?:(?:{day}) )?(?P={on})\b)"
+        return opens + rf"(?!.*, (?P={on}) within .*\b(?P={firm}): [^,;\n]*, [{NEAR + 1}-9] km)"
+
+    visit = rf"(?=.*\nAction:.*\bvisit (?P<f>\w+) (?P<d>{day})\b)(?=.*\nDates: [^,\n]*\b(?P=d)\b){fits('f', 'd')}"
+    opens = rf"(?=.*\nAction:.*\b(?P<g>\w+) opens (?P<e>{day})\b)(?=.*\b(?P=g): (?:(?:{day}) )?(?P=e)\b)"
+    plan = rf"(?=.*\nPlan: (?P<d>{day}) (?P<f>\w+), (?P<e>{day}) (?P<g>\w+), \$\d+\n)"
+    affordable = "|".join(rf"(?=.*\nBudget: \${b}\n)(?=.*\nPlan: [^\n]*, \$[1-{b}]\n)" for b in range(2, 10))
+    interest = r"(?=.*\nInterest: (?P<t>\w+)\n)(?=.*\nFirms for (?P=t): )"
+    confirmed = rf"(?=.*\nAction:.*\bconfirm\b){interest}{plan}(?:{affordable}){fits('f', 'd')}{fits('g', 'e')}"
+    steps = ((rf"{asked}|(?!.*: unknown\n){listed}", 0.15), (listed, 0.15), (f"{opens}|{visit}", 0.15))
+    return [(rf"(?s)\A(?:{pattern})", weight) for pattern, weight in (*steps, (visit, 0.2), (confirmed, 0.35))]
+
+
+class Trip(Deliberation):
+    """Plan a three-day business trip: two visits to firms of the traveller's interest.
+
+    State (a line for firms, plan, error and result only where there is one):
+        Goal: plan 3 days in porto with 2 visits
+        Dates: tue wed thu, thu within 5 km
+        Budget: $6
+        Interest: robots
+        Firms for robots: nova: mon tue, 3 km, $4; orbit: tue thu, 2 km, $2; pixel: wed fri, 8 km, $3
+        Plan: tue nova, $4
+        Action:
+    Turn: `<think>1. orbit opens thu, 2 km 2. with nova $6 of $6</think> visit orbit thu`; the thought is free text
+    and not looked at.
+    Actions:
+        ask dates, ask budget, ask interest   in three of four tasks one of them is unknown
+        list <topic>                          shows a topic's four firms: opening days, distance, cost; empties the plan
+        visit <firm> <day>                    puts a listed firm on a day (once; what stood on that day goes)
+        drop <day>                            empties a day
+        confirm                               ends the episode
+    Success: the confirmed plan holds exactly two firms of the interest on days of the trip on which they open, on the
+    last day only one within 5 km (the train home), and costs no more than the budget.
+    Reward: 1 on success; -0.01 for asking, listing or planning the same again; -0.02 for an unreadable action or an
+    illegal one (a visit without known dates, on another day or to a firm not listed; a topic without firms; dropping
+    what is not planned; a confirmation with something unknown).
+    Ends: confirm (terminated); 8 steps (truncated). Cities, topics, firms and goal wordings differ between the splits.
+
+    By hand: orbit on thursday is near enough, pixel on wednesday would leave $3 of $6: not enough for nova.
+    >>> env = make_env("trip")
+    >>> _ = env.reset(seed=0)
+    >>> firms = {"nova": (("mon", "tue"), 3, 4), "orbit": (("tue", "thu"), 2, 2), "pixel": (("wed", "fri"), 8, 3)}
+    >>> print(env.load("tue", 6, "robots", {"robots": firms}, plan={"tue": "nova"}, listed="robots").splitlines()[4])
+    Firms for robots: nova: mon tue, 3 km, $4; orbit: tue thu, 2 km, $2; pixel: wed fri, 8 km, $3
+    >>> env.expert()
+    '<think>1. orbit opens thu, 2 km 2. with nova $6 of $6</think> visit orbit thu'
+    >>> env.step(env.expert())[0].splitlines()[5]
+    'Plan: tue nova, thu orbit, $6'
+    >>> env.step("<think>1. all fits</think> confirm")[1:4]
+    (1.0, True, False)
+    """
+
+    ASKED = 0.75  # share of the tasks in which dates, budget or interest have to be asked for
+    TOPICS = 3  # topics of a city
+    FIRMS = 4  # firms of a topic
+    PLANS = (1, 4)  # number of right plans, least and most
+
+    name = "trip"
+    summary = "plan a three-day business trip: ask, list firms, schedule two visits, confirm; turns hold a thought"
+    GRAMMAR = re.compile(
+        rf"\b(ask){_FILL}({'|'.join(NEEDS)})\b|\b(list){_FILL}(\w+)|\b(visit){_FILL}(\w+)\W+(?:on\W+)?({'|'.join(DAYS)})"
+        rf"[a-z]*\b|\b(drop){_FILL}({'|'.join(DAYS)})[a-z]*\b|\b(confirm)\b"
+    )
+    USAGE = "use ask, list, visit, drop or confirm"
+
+    @property
+    def task(self) -> str:
+        return self.state["trip"]["unknown"] or "all given"
+
+    @property
+    def goal(self) -> str:
+        return self.state["trip"]["goal"]
+
+    # ---- the task ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, rng: random.Random):
+        words = TRIP_WORDS[self.split]
+        topics = rng.sample(words["topics"], self.TOPICS)
+        goal = rng.choice(TRIP_GOALS[self.split]).format(city=rng.choice(words["cities"]))
+        unknown = rng.choice(NEEDS) if rng.random() < self.ASKED else ""
+        while True:
+            names = iter(rng.sample(words["firms"], self.TOPICS * self.FIRMS))
+            firms = {}
+            for topic in topics:
+                firms[topic] = {next(names): self._firm(rng) for _ in range(self.FIRMS)}
+            first, budget = rng.randrange(3), rng.randint(3, 7)
+            self.load(DAYS[first], budget, topics[0], firms)
+            if self.PLANS[0] <= len(self.right_plans()) <= self.PLANS[1]:
+                break
+        self.state["trip"] |= {"goal": goal, "topics": sorted(topics), "unknown": unknown}
+        self.state["unknown"] = unknown
+
+    @staticmethod
+    def _firm(rng: random.Random) -> tuple:
+        opening = sorted(rng.sample(range(len(DAYS)), 2))
+        return tuple(DAYS[i] for i in opening), rng.randint(1, 9), rng.randint(1, 4)
+
+    def load(self, first: str, budget: int, interest: str, firms: dict, plan: dict | None = None, listed="") -> str:
+        """Puts a given trip in place of the task's (for demonstrations and tests). Returns the observation.
+
+        first: first day; firms: topic -> name -> (two opening days, km from 1 to 9, cost); plan: day -> firm; listed:
+        the topic in sight.
+        """
+        days = DAYS[DAYS.index(first) :][:3]
+        goal = TRIP_GOALS[self.split][0].format(city=TRIP_WORDS[self.split]["cities"][0])
+        trip = {"goal": goal, "dates": days, "budget": budget, "interest": interest, "firms": firms, "unknown": ""}
+        self.state["trip"] = trip | {"topics": sorted(firms)}
+        self.state |= {"unknown": "", "plan": dict(plan or {}), "listed": listed, "result": "", "decisive": False}
+        return self._observe()
+
+    def right_plans(self) -> list[dict[str, str]]:
+        """Every plan (day -> firm, two of them) that meets all constraints, the cheapest first."""
+        trip = self.state["trip"]
+        firms, last = trip["firms"][trip["interest"]], trip["dates"][-1]
+        visits = [
+            (day, firm)
+            for day in trip["dates"]
+            for firm, (opening, km, _) in firms.items()
+            if day in opening and (day != last or km <= NEAR)
+        ]
+        pairs = [dict(pair) for pair in itertools.combinations(visits, 2) if len(set(sum(pair, ()))) == 4]
+        costs = [sum(firms[firm][2] for firm in pair.values()) for pair in pairs]
+        order = sorted(range(len(pairs)), key=costs.__getitem__)
+        return [pairs[i] for i in order if costs[i] <= trip["budget"]]
+
+    def _cost(self, firm: str) -> int:
+        return next(firms[firm][2] for firms in self.state["trip"]["firms"].values() if firm in firms)
+
+    # ---- acting ------------------------------------------------------------------------------------------------------
+
+    def _observe(self) -> str:
+        s, trip = self.state, self.state["trip"]
+        days = " ".join(trip["dates"]) + f", {trip['dates'][-1]} within {NEAR} km"
+        told = {"dates": days, "budget": f"${trip['budget']}", "interest": trip["interest"]}
+        lines = [f"Goal: {self.goal}", *([f"Error: {s['error']}"] if s["error"] else [])]
+        lines += [f"{need.capitalize()}: {'unknown' if need == s['unknown'] else told[need]}" for need in NEEDS]
+        if s["listed"]:
+            firms = trip["firms"][s["listed"]].items()
+            texts = [f"{name}: {' '.join(days)}, {km} km, ${cost}" for name, (days, km, cost) in firms]
+            lines.append(f"Firms for {s['listed']}: " + "; ".join(texts))
+        if s["plan"]:
+            visits = [f"{day} {s['plan'][day]}, " for day in DAYS if day in s["plan"]]
+            lines.append(f"Plan: {''.join(visits)}${sum(map(self._cost, s['plan'].values()))}")
+        lines += [f"Result: {s['result']}"] if s["result"] else []
+        return "\n".join(lines + ["Action:"])
+
+    def _take(self, verb: str, *words: str) -> tuple[float, bool]:
+        s, before = self.state, self._remaining()
+        if verb == "confirm":
+            if s["unknown"]:
+                return self._refuse(f"cannot confirm while {s['unknown']} unknown")
+            s["success"] = s["decisive"] = s["plan"] in self.right_plans()
+            s["result"] = "booked" if s["success"] else "the plan does not fit"
+            return float(s["success"]), True
+        reward = getattr(self, f"_{verb}")(*words)
+        s["decisive"] = self._remaining() < before
+        return reward, False
+
+    def _ask(self, need: str) -> float:
+        if need != self.state["unknown"]:
+            return -0.01
+        self.state["unknown"] = ""
+        return 0.0
+
+    def _list(self, topic: str) -> float:
+        s = self.state
+        if topic not in s["trip"]["firms"]:
+            return self._refuse(f"no firms for {topic[:MAX_LABEL_CHARS]}")[0]
+        if s["listed"] == topic:
+            return -0.01
+        s["listed"], s["plan"] = topic, {}
+        return 0.0
+
+    def _visit(self, firm: str, day: str) -> float:
+        s, trip = self.state, self.state["trip"]
+        if s["unknown"] == "dates":
+            return self._refuse("cannot visit while dates unknown")[0]
+        if firm not in trip["firms"].get(s["listed"], ()):
+            return self._refuse(f"{firm[:MAX_LABEL_CHARS]} is not listed")[0]
+        if day not in trip["dates"]:
+            return self._refuse(f"{day} is not a day of the trip")[0]
+        if s["plan"].get(day) == firm:
+            return -0.01
+        s["plan"] = {d: f for d, f in s["plan"].items() if f != firm} | {day: firm}
+        return 0.0
+
+    def _drop(self, day: str) -> float:
+        if self.state["plan"].pop(day, None) is None:
+            return self._refuse(f"nothing planned on {day}")[0]
+        return 0.0
+
+    def legal_actions(self) -> list[str]:
+        """Questions, topics of the city, every listed firm on every day of the trip, planned days, `confirm`."""
+        s, trip = self.state, self.state["trip"]
+        actions = [f"ask {need}" for need in NEEDS] + [f"list {topic}" for topic in trip["topics"]]
+        if s["unknown"] != "dates":
+            actions += [f"visit {f} {d}" for f in trip["firms"].get(s["listed"], ()) for d in trip["dates"]]
+        return actions + [f"drop {day}" for day in s["plan"]] + ([] if s["unknown"] else ["confirm"])
+
+    # ---- the oracle and the measures ---------------------------------------------------------------------------------
+
+    def _changes(self, target: dict[str, str]) -> list[tuple[str, ...]]:
+        """The actions that turn the present plan into `target`: visits in the order of days, then days to drop."""
+        s = self.state
+        plan = s["plan"] if s["listed"] == s["trip"]["interest"] else {}  # listing the interest will empty it
+        visits = [("visit", target[d], d) for d in DAYS if d in target and plan.get(d) != target[d]]
+        return visits + [("drop", d) for d, f in plan.items() if d not in target and f not in target.values()]
+
+    def _best(self) -> tuple[dict, list[tuple[str, ...]]]:
+        """The right plan that needs the fewest changes (the cheapest of these), and the changes."""
+        options = [(plan, self._changes(plan)) for plan in self.right_plans()]
+        return min(options, key=lambda option: len(option[1]))
+
+    def _remaining(self) -> int:
+        """Turns that the expert still needs."""
+        s, changes = self.state, self._best()[1]
+        return bool(s["unknown"]) + (s["listed"] != s["trip"]["interest"]) + len(changes) + 1
+
+    def progress(self) -> float:
+        """True progress in [0, 1]: share of an expert's five turns that are done; 1 booked, 0 failed. For measuring."""
+        if self.state["over"]:
+            return float(self.state["success"])
+        return max(0.0, 1 - self._remaining() / 5)
+
+    def expert(self) -> str:
+        """Asks for what is unknown, lists the interest, reaches the nearest right plan, confirms."""
+        s, trip = self.state, self.state["trip"]
+        if s["unknown"]:
+            return _turn(f"ask {s['unknown']}", f"{s['unknown']} unknown", f"no plan without {s['unknown']}")
+        plan, changes = self._best()
+        firms = trip["firms"][trip["interest"]]
+        cost = f"${sum(firms[f][2] for f in plan.values())} of ${trip['budget']}"
+        if not changes:
+            return _turn("confirm", *(f"{plan[d]} opens {d}" for d in DAYS if d in plan), cost)
+        verb, *words = changes[0]
+        if verb == "drop":
+            return _turn(f"drop {words[0]}", "two visits are enough", f"{words[0]} goes")
+        if s["listed"] != trip["interest"]:
+            return _turn(f"list {trip['interest']}", "dates, budget, interest known", f"which {trip['interest']} firms")
+        firm, day = words
+        other = next(f for f in plan.values() if f != firm)
+        reading = f"{firm} opens {day}, {firms[firm][1]} km"
+        return _turn(f"visit {firm} {day}", reading, f"with {other} {cost}")
+
+    def _steps_of(self, goal: str) -> list[tuple[str, float]]:
+        return _trip_steps()
+
+
+# ======================================================================================================================
 # Registry and terminal play
 # ======================================================================================================================
 
-ENVS = {cls.name: cls for cls in (WebNav, GridWorld, Booking, Arithmetic)}
+ENVS = {cls.name: cls for cls in (WebNav, GridWorld, Booking, Arithmetic, Troubleshoot, Trip)}
 
 
 def make_env(name: str, seed: int = 0, split: str = "train", **options) -> Env:

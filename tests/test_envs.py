@@ -121,7 +121,8 @@ def test_expert_recovers_from_three_random_actions(name, split):
         else:
             tried += 1
             solved += finish(env)[1][4]["success"]
-    assert tried > 60 and solved >= 0.99 * tried
+    least = 5 if name == "troubleshoot" else 60  # every fix ends a troubleshooting: few survive three random actions
+    assert tried > least and solved >= 0.99 * tried
 
 
 @pytest.mark.parametrize("name", NAMES)

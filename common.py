@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -1378,6 +1379,29 @@ def teacher(lm: LM, args):
     return _local_teacher(lm) if args.teacher == "local" else _url_teacher(args)
 
 
+def teacher_label(ask, a, b, votes: int, margin: float):
+    """Majority of `votes` questions, each asked in both orders: a liking for the first place cancels out (5.1).
+
+    ask(first, second, wording) -> (probability that the first is better, decisive turn of the better one or None), or
+    None when there was no usable answer: such a question does not count. Returns None when none is left.
+    """
+    verdicts, named = [], []
+    for wording in range(votes):
+        answers = ask(a, b, wording), ask(b, a, wording)
+        if None in answers:
+            continue
+        (p, turn), (q, other) = answers
+        mean = (p + 1 - q) / 2
+        verdicts.append(0.5 if abs(mean - 0.5) <= margin else float(mean > 0.5))
+        named += [(float(p > 0.5), turn), (float(q < 0.5), other)]
+    if not verdicts:
+        return None
+    ranked = Counter(verdicts).most_common(2)
+    y = ranked[0][0] if len(ranked) == 1 or ranked[0][1] > ranked[1][1] else 0.5
+    turns = [t for side, t in named if side == y and t is not None and t < len(a if y == 1 else b)]
+    return y, Counter(turns).most_common(1)[0][0] if turns and y != 0.5 else None
+
+
 def _local_teacher(lm: LM):
     """The base model, adapters off: the probabilities of the two answer tokens; it names no turn."""
     tail = "\nAnswer with the letter of the better segment.\nBetter segment:"
@@ -1500,6 +1524,8 @@ def check_labeler(args, resumed: bool):
         raise UserError("--labeler human needs a terminal to ask in")
     if args.preferences and not resumed:
         read_preferences(Path(args.preferences))
+        if Path(args.out).resolve() in Path(args.preferences).resolve().parents:
+            raise UserError("--preferences lies in the run folder that --out would replace: copy it elsewhere first")
 
 
 class Embeddings:
@@ -1640,6 +1666,12 @@ def spot_check(episodes, window: int, count: int = 5) -> list[str]:
             lines += ["| state | action | step reward |", "|---|---|---|"]
             lines += [f"| {md(s.obs, 220)} | {md(s.text, 80)} | {s.step_reward:+.2f} |" for s in span]
     return lines
+
+
+def progress_correlation(steps, rewards) -> float | None:
+    """Rank correlation of step rewards with the true progress of the steps that have it; None without any."""
+    known = [(s.progress, float(r)) for s, r in zip(steps, rewards, strict=True) if s.progress is not None]
+    return spearman(*zip(*known, strict=True)) if len(known) > 1 else None
 
 
 def decomposition_table(table: dict) -> list[str]:

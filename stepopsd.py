@@ -354,29 +354,6 @@ def rule_label(judge, a, b, margin: float):
     return float(winner is a), int(np.argmax(np.diff(so_far)))  # the turn with the largest gain
 
 
-def teacher_label(ask, a, b, votes: int, margin: float):
-    """Majority of `votes` questions, each asked in both orders: a liking for the first place cancels out (5.1).
-
-    ask(first, second, wording) -> (probability that the first is better, decisive turn of the better one or None), or
-    None when there was no usable answer: such a question does not count. Returns None when none is left.
-    """
-    verdicts, named = [], []
-    for wording in range(votes):
-        answers = ask(a, b, wording), ask(b, a, wording)
-        if None in answers:
-            continue
-        (p, turn), (q, other) = answers
-        mean = (p + 1 - q) / 2
-        verdicts.append(0.5 if abs(mean - 0.5) <= margin else float(mean > 0.5))
-        named += [(float(p > 0.5), turn), (float(q < 0.5), other)]
-    if not verdicts:
-        return None
-    ranked = Counter(verdicts).most_common(2)
-    y = ranked[0][0] if len(ranked) == 1 or ranked[0][1] > ranked[1][1] else 0.5
-    turns = [t for side, t in named if side == y and t is not None and t < len(a if y == 1 else b)]
-    return y, Counter(turns).most_common(1)[0][0] if turns and y != 0.5 else None
-
-
 def fill_outlook(value: ValueModel, steps: list[Step]):
     """Predicted success of the state after each step of whole episodes laid end to end; known where one terminated."""
     cut = [Step(s.final_state, s.final_trunk) for s in steps if s.truncated]
@@ -405,7 +382,7 @@ def label_pairs(L: Learner, pairs, version: int) -> int:
             gap = a[-1].outlook - b[-1].outlook
             label = (0.5 if abs(gap) <= args.tie_margin else float(gap > 0)), None
         elif args.labeler == "llm":
-            label = teacher_label(L.ask, *texts, args.votes, args.tie_margin)
+            label = common.teacher_label(L.ask, *texts, args.votes, args.tie_margin)
         else:
             label = common.human_label(*texts, named=args.decompose == "label")
             if label == "quit":
@@ -437,7 +414,6 @@ def update_reward(L: Learner, version: int, progress: float) -> dict:
     if not train:
         print(f"\nno usable labels in iteration {version} ({failed} failed): the reward model stays")
         return logs
-    L.reward.embed.standardise()
     logs["pref/accuracy_new"] = L.reward.accuracy(fresh)  # before they are trained on
     logs |= L.reward.fit(train, (version,), progress)
     return logs | {"pref/accuracy": L.reward.accuracy(held), "pref/accuracy_train": L.reward.accuracy(train)}
@@ -453,7 +429,7 @@ def split_episodes(steps: list[Step]) -> list[list[Step]]:
 def relabel(L: Learner) -> np.ndarray:
     """Stage C: equation (5) for every step of the ring, with the present reward model (3.1, 5.3); the spread (S,)."""
     args, steps, spread = L.args, L.replay.steps, np.zeros(0)
-    if args.lam > 0 and L.p.labels:
+    if args.lam > 0 and L.reward.optimizer.steps:  # an untrained model's noise must not become reward
         raw, c = L.reward.raw([turns_of(e) for e in split_episodes(steps)])
         L.reward.measure(raw)
         rewards, spread = L.reward.combine(raw)
@@ -897,7 +873,7 @@ def evaluate(lm: LM, args, split: str, episodes: int, scorer=None) -> tuple[dict
 def test(L: Learner, stage: str):
     """Held-out test of the current weights, with step rewards and shares, into summary.json and episodes.jsonl."""
     result, traces = evaluate(L.lm, L.args, "test", L.args.eval_episodes)
-    if L.args.lam > 0 and L.p.labels and stage != "warmup":
+    if L.args.lam > 0 and L.reward.optimizer.steps:
         episodes = [[(r["state"], r["action"]) for r in t["steps"]] for t in traces]
         L.reward.embed.add([turn for e in episodes for turn in e])
         raw, c = L.reward.raw(episodes)
@@ -1032,18 +1008,13 @@ def compare_decompositions(L: Learner) -> dict:
     """
     rows, _, _ = common.clean_preferences(L.store.rows[-L.args.rm_memory :])
     cut, table, steps = len(rows) * 4 // 5, {}, L.replay.steps
-    for how in ("attention", "gradient", "td", "label", "uniform"):
+    for how in ("attention", "gradient", "td", "label", "uniform") if cut else ():
         model = RewardModel(L.reward.embed, replace(L.args, decompose=how, rm_ensemble=1))
         model.fit(rows[:cut], ("compare",))
         raw, _ = model.raw([turns_of(e) for e in split_episodes(steps)])
-        table[how] = {"accuracy": model.accuracy(rows[cut:]), "progress_corr": progress_correlation(steps, raw[0])}
+        correlation = common.progress_correlation(steps, raw[0])
+        table[how] = {"accuracy": model.accuracy(rows[cut:]), "progress_corr": correlation}
     return table
-
-
-def progress_correlation(steps: list[Step], rewards) -> float | None:
-    """Rank correlation of step rewards with the true progress of the steps that have it; None without any."""
-    known = [(s.progress, float(r)) for s, r in zip(steps, rewards, strict=True) if s.progress is not None]
-    return common.spearman(*zip(*known, strict=True)) if len(known) > 1 else None
 
 
 def finish(L: Learner):
@@ -1052,7 +1023,7 @@ def finish(L: Learner):
     if p.stage != "bc":
         L.restore("best", weights_only=True)
         test(L, p.stage)
-    if p.labels >= 10 and args.lam > 0 and L.replay.steps:
+    if p.labels >= 10 and args.lam > 0 and L.reward.optimizer.steps and L.replay.steps:
         episodes = split_episodes(L.replay.steps)
         sections["Spot check: highest and lowest segments"] = common.spot_check(episodes, L.reward.window)
         table = compare_decompositions(L)
@@ -1103,7 +1074,7 @@ def iteration_row(L: Learner, episodes: list[list[Step]], stats: Counter, advant
         counts, _ = np.histogram(r, 20, (-args.reward_clip, args.reward_clip))
         row |= {"reward/step_mean": float(r.mean()), "reward/step_std": float(r.std()), "reward/hist": counts.tolist(),
                 "reward/spread": float(spread.mean())}  # fmt: skip
-        row["reward/progress_corr"] = progress_correlation(steps, r)
+        row["reward/progress_corr"] = common.progress_correlation(steps, r)
     return row
 
 
@@ -1148,6 +1119,7 @@ def main(argv=None) -> int:
         # ---- PREFERENCES (B): embed the new steps; now and then label pairs and update the reward model
         if args.lam > 0:
             L.reward.embed.add_steps(steps)
+            L.reward.embed.standardise()
             if (version - 1) % args.rm_every == 0:
                 logs |= update_reward(L, version, progress)
             if stop:

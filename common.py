@@ -1513,10 +1513,15 @@ def human_label(a, b, named: bool = False):
 
 
 def check_labeler(args, resumed: bool):
-    """Flags that belong together, before anything is loaded. Raises UserError in one line."""
+    """Flags that belong together, before anything is loaded (--teacher_url alone implies --teacher url).
+
+    Raises UserError in one line.
+    """
     match = re.fullmatch(r"(\d+)-(\d+)", args.segment_len)
     if not match or not 1 <= int(match[1]) <= int(match[2]) <= 64:
         raise UserError(f"--segment_len {args.segment_len}: expected least-most turns, for example 3-7 (at most 64)")
+    if args.teacher_url and "teacher" not in args.explicit:
+        args.teacher = "url"
     if args.lam > 0 and args.labeler == "llm" and args.teacher == "url":
         if not re.match(r"https?://[^/\s]+", args.teacher_url) or not args.teacher_model:
             raise UserError("--teacher url needs --teacher_url http(s)://host/v1 and --teacher_model NAME")
@@ -1643,6 +1648,20 @@ def case_study(traces, count: int = 2) -> list[str]:
                 numbers = f"{row['reward']:+.2f} | {row['score']:+.2f}"
                 lines.append(f"| {t} | {state} | {action} | {numbers} | {shown} | {mark} |")
     return lines
+
+
+def hacking_alarm(episodes, version: int, rise: float = 0.1, fall: float = 0.1) -> bool:
+    """Do the newest episodes get more step reward than the ring's older ones, and succeed less (5.1)?
+
+    All are judged by the same reward model, so a drift of its scale raises no alarm. rise: mean step reward, in
+    standard deviations of the ring; fall: success rate.
+    """
+    new, old = ([e for e in episodes if (e[0].version == version) == now] for now in (True, False))
+    if not new or not old:
+        return False
+    reward = [np.mean([s.step_reward for e in es for s in e]) for es in (new, old)]  # mean over steps
+    success = [np.mean([e[0].success for e in es]) for es in (new, old)]  # mean over episodes
+    return bool(reward[0] > reward[1] + rise and success[0] < success[1] - fall)
 
 
 def spot_check(episodes, window: int, count: int = 5) -> list[str]:

@@ -77,7 +77,7 @@ class Args:
     warmup_lr: float = 2e-3  # learning rate of cloning (its own cosine)
     warmup_minibatch: int = 12  # steps a cloning update (small: the number of updates matters more than their noise)
     labeler: Literal["rule", "llm", "human", "model"] = "rule"  # env.judge, a teacher, you, the value model
-    teacher: Literal["local", "url"] = "local"  # for llm: the base model with its adapters off, or --teacher_url
+    teacher: Literal["local", "url"] = "local"  # of llm: the base model, adapters off, or --teacher_url
     teacher_url: str = ""  # OpenAI-compatible endpoint, https://host/v1; its key comes from TEACHER_API_KEY
     teacher_model: str = ""  # model name at the endpoint
     teacher_timeout: float = 60.0  # seconds a request may take; tried again three times with growing pauses
@@ -146,17 +146,22 @@ class RewardNet(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(common.EncoderBlock(width, dropout) for _ in range(layers))
         self.norm = torch.nn.LayerNorm(width)
         self.total = torch.nn.Linear(width, 1, bias=False)  # no bias: the differences of (2) could not learn it
-        self.share = torch.nn.Linear(width, 1, bias=False)
+        last = torch.nn.Linear(width, 1, bias=False)
+        self.step = torch.nn.Sequential(torch.nn.Linear(size, width), torch.nn.GELU(), torch.nn.Dropout(dropout), last)
 
     def forward(self, x: torch.Tensor, real: torch.Tensor):
-        """x (B, T, E), real (B, T) bool, True at steps -> R read at [CLS] (B,), q (B, T), [CLS] attention (B, T)."""
+        """x (B, T, E), real (B, T) bool, True at steps -> R read at [CLS] (B,), q (B, T), [CLS] attention (B, T).
+
+        q_t is read from step t alone (its state holds the history): behind the encoder every step knows the whole
+        segment, and the smoothness penalty would spread R over good and bad turns alike (that was measured).
+        """
         h = self.project(x) + self.position[: x.shape[1]]  # (B, T, W)
         h = torch.cat([self.cls.expand(len(x), -1, -1), h], 1)  # (B, 1 + T, W)
         padded = torch.cat([torch.zeros_like(real[:, :1]), ~real], 1)  # (B, 1 + T)
         for block in self.blocks:
             h, weights = block(h, padded)  # weights (B, 1 + T, 1 + T): mean over heads, row = who looks
         h = self.norm(h)
-        return self.total(h[:, 0])[:, 0], self.share(h[:, 1:])[..., 0] * real, weights[:, 0, 1:] * real
+        return self.total(h[:, 0])[:, 0], self.step(x)[..., 0] * real, weights[:, 0, 1:] * real
 
 
 def shares(weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
@@ -446,20 +451,6 @@ def count_visits(visits: dict, steps: list[Step]):
     for step in steps:
         key = common.text_key(step.obs)
         visits[key] = visits.get(key, 0) + 1
-
-
-def hacking_alarm(episodes: list[list[Step]], version: int, rise: float = 0.1, fall: float = 0.1) -> bool:
-    """Do the newest episodes get more step reward than the ring's older ones, and succeed less (5.1)?
-
-    All are judged by the same reward model, so a drift of its scale raises no alarm. rise: mean step reward, in
-    standard deviations of the ring; fall: success rate.
-    """
-    new, old = ([e for e in episodes if (e[0].version == version) == now] for now in (True, False))
-    if not new or not old:
-        return False
-    reward = [np.mean([s.step_reward for e in es for s in e]) for es in (new, old)]  # mean over steps
-    success = [np.mean([e[0].success for e in es]) for es in (new, old)]  # mean over episodes
-    return bool(reward[0] > reward[1] + rise and success[0] < success[1] - fall)
 
 
 # ------------------------------------------------------------------------------------------------------- the value head
@@ -1022,6 +1013,7 @@ def finish(L: Learner):
     args, p, sections = L.args, L.p, {}
     if p.stage != "bc":
         L.restore("best", weights_only=True)
+        relabel(L)  # a run resumed just here has not measured the ring yet
         test(L, p.stage)
     if p.labels >= 10 and args.lam > 0 and L.reward.optimizer.steps and L.replay.steps:
         episodes = split_episodes(L.replay.steps)
@@ -1149,7 +1141,7 @@ def main(argv=None) -> int:
         # ---- EVAL, LOG, SAVE
         p.iteration, p.env_steps, p.episodes = version, p.env_steps + len(steps), tasks.stop
         p.env_seconds += clock.laps["collect"]
-        alarm = len(spread) > 0 and hacking_alarm(split_episodes(ring), version)
+        alarm = len(spread) > 0 and common.hacking_alarm(split_episodes(ring), version)
         p.alarms += alarm
         row = iteration_row(L, episodes, stats, advantages, spread) | logs
         row |= {"policy/lr": L.policy.rate(progress), "policy/skipped_steps": L.policy.skipped,

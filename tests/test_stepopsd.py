@@ -818,12 +818,12 @@ def test_hacking_alarm():
                 out.append(e)
         return out
 
-    assert stepopsd.hacking_alarm(ring((0.0, 0.4), (0.8, 0.4)), 2) is True
-    assert not stepopsd.hacking_alarm(ring((0.0, 0.4), (0.4, 0.8)), 2)  # both better
-    assert not stepopsd.hacking_alarm(ring((0.4, 0.0), (0.8, 0.4)), 2)  # both worse
-    assert not stepopsd.hacking_alarm(ring((0.0, 0.05), (0.8, 0.4)), 2)  # hardly more reward
-    assert not stepopsd.hacking_alarm(ring((0.0, 0.4), (0.8, 0.8)), 3)  # nothing new
-    assert not stepopsd.hacking_alarm([e for e in ring((0.0, 0.4), (0.8, 0.4)) if e[0].version == 2], 2)
+    assert common.hacking_alarm(ring((0.0, 0.4), (0.8, 0.4)), 2) is True
+    assert not common.hacking_alarm(ring((0.0, 0.4), (0.4, 0.8)), 2)  # both better
+    assert not common.hacking_alarm(ring((0.4, 0.0), (0.8, 0.4)), 2)  # both worse
+    assert not common.hacking_alarm(ring((0.0, 0.05), (0.8, 0.4)), 2)  # hardly more reward
+    assert not common.hacking_alarm(ring((0.0, 0.4), (0.8, 0.8)), 3)  # nothing new
+    assert not common.hacking_alarm([e for e in ring((0.0, 0.4), (0.8, 0.4)) if e[0].version == 2], 2)
 
 
 def test_split_episodes_is_the_inverse_of_laying_end_to_end():

@@ -993,6 +993,16 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(name, capfd, tmp_path, monkey
     assert os.listdir(tmp_path) == []
 
 
+def test_a_teacher_url_alone_means_that_teacher():
+    argv = [*TINY, *"--labeler llm --teacher_url http://localhost:1/v1 --teacher_model m".split()]
+    args = common.parse_args(Args, argv)
+    common.check_labeler(args, resumed=False)
+    assert args.teacher == "url"
+    args = common.parse_args(Args, [*argv, "--teacher", "local"])
+    common.check_labeler(args, resumed=False)
+    assert args.teacher == "local"
+
+
 def test_preferences_inside_a_folder_to_be_replaced_are_refused(capfd, tmp_path, keep_sigint):
     run = tmp_path / "run"
     stepopsd.set_up([*SMALL, "--out", str(run)])
@@ -1104,6 +1114,25 @@ def test_resume_equals_never_having_stopped(finished, interrupted):
     assert any(k.startswith("embedding.at.") for k in tensors_of(folder)) and any(k.startswith("reward.") for k in a)
     for name in ("preferences.jsonl", "episodes.jsonl", "decompositions.json"):
         assert (folder / name).read_text() == (finished / name).read_text()
+
+
+@pytest.mark.e2e
+def test_a_run_killed_in_its_last_test_ends_the_same(finished, tmp_path, capfd, keep_sigint, monkeypatch):
+    """Nothing of the last iteration is in memory then: the ring is measured anew before step rewards are shown."""
+    original = stepopsd.test
+
+    def dies(learner, stage):
+        if stage == "stepopsd":
+            raise KeyboardInterrupt
+        original(learner, stage)
+
+    monkeypatch.setattr(stepopsd, "test", dies)
+    assert run_here([*SMALL, "--out", str(tmp_path / "r")], capfd)[0] == 130
+    monkeypatch.setattr(stepopsd, "test", original)
+    assert run_here(["--resume", str(tmp_path / "r")], capfd)[0] == 0
+    assert rows_of(tmp_path / "r") == rows_of(finished)
+    for name in ("episodes.jsonl", "preferences.jsonl", "decompositions.json"):
+        assert (tmp_path / "r" / name).read_text() == (finished / name).read_text()
 
 
 @pytest.mark.e2e

@@ -168,7 +168,7 @@ def shares(weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     """Non-negative weights (B, T) -> c_t: they sum to 1 over a segment's steps; without any weight, equal parts."""
     total = weights.sum(1, keepdim=True)  # (B, 1)
     equal = real / real.sum(1, keepdim=True)
-    return torch.where(total > 0, weights / total.clamp(min=1e-12), equal)
+    return torch.where(total > 1e-12, weights / total.clamp(min=1e-12), equal)
 
 
 def decompose(net: RewardNet, x: torch.Tensor, real: torch.Tensor, how: str):

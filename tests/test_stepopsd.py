@@ -5,12 +5,14 @@ import http.server
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -1024,9 +1026,9 @@ def test_help_names_every_field(tmp_path):
 
 # -------------------------------------------------------------------------------------------------------- whole runs
 
-SMALL = [*TINY, *"""--demos 120 --warmup_epochs 4 --total_env_steps 250 --episodes_per_iter 8 --num_envs 8
+SMALL = [*TINY, *"""--demos 60 --warmup_epochs 3 --total_env_steps 250 --episodes_per_iter 8 --num_envs 8
     --val_episodes 4 --eval_episodes 8
-    --lora_rank 8 --lora_layers 2 --eval_every 2 --minibatch 16 --warmup_minibatch 16 --pairs 16
+    --lora_rank 8 --lora_layers 2 --eval_every 2 --minibatch 16 --warmup_minibatch 8 --pairs 16
     --rm_ensemble 2 --rm_passes 2 --curiosity 0.01 --seed 3 --segment_len 2-4""".split()]  # fmt: skip
 
 
@@ -1052,24 +1054,41 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def interrupted(tmp_path_factory):
-    """The same run, killed in the second iteration's labelling (labels newer than the checkpoint), then resumed."""
-    folder, log = tmp_path_factory.mktemp("runs") / "broken", {}
-    argv = [*SMALL, "--out", str(folder)]
-    process = subprocess.Popen(command(*argv), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
-    state, end = folder / "checkpoints" / "last" / "state.json", time.time() + 300
-    while time.time() < end and process.poll() is None:
+def warmed(tmp_path_factory):
+    """The same run, stopped at once when the warm-up was over; tests go on in a copy of it."""
+    folder = tmp_path_factory.mktemp("runs") / "warmed"
+
+    def dies(*_, **__):
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(stepopsd, "annotate", dies)
+        stepopsd.main([*SMALL, "--out", str(folder)])
+    signal.signal(signal.SIGINT, before)
+    return folder
+
+
+@pytest.fixture
+def going_on(warmed, tmp_path):
+    return Path(shutil.copytree(warmed, tmp_path / "r"))
+
+
+@pytest.fixture(scope="session")
+def interrupted(warmed, tmp_path_factory):
+    """Killed after two iterations, then resumed: the third one labels again."""
+    folder, log = Path(shutil.copytree(warmed, tmp_path_factory.mktemp("runs") / "broken")), {}
+    go_on = command("--resume", str(folder))
+    process = subprocess.Popen(go_on, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    end, rows = time.time() + 600, []
+    while time.time() < end and process.poll() is None and sum("policy/pg_loss" in r for r in rows) < 2:
         rows = common.read_jsonl(folder / "metrics.jsonl")
-        if sum("policy/pg_loss" in r for r in rows) >= 2:
-            break
         time.sleep(0.01)
     log["alive"] = process.poll() is None
     process.kill()
     process.wait()
     log["code"], log["rows"] = process.returncode, len(rows)
-    log["labels"] = len(common.read_jsonl(folder / "preferences.jsonl"))
-    log["checkpoint"] = json.loads(state.read_text())["progress"]["iteration"]
-    done = subprocess.run(command("--resume", str(folder)), capture_output=True, text=True, cwd=ROOT, timeout=600)
+    done = subprocess.run(go_on, capture_output=True, text=True, cwd=ROOT, timeout=600)
     log["end"], log["err"] = done.returncode, done.stderr
     return folder, log
 
@@ -1117,7 +1136,7 @@ def test_resume_equals_never_having_stopped(finished, interrupted):
 
 
 @pytest.mark.e2e
-def test_a_run_killed_in_its_last_test_ends_the_same(finished, tmp_path, capfd, keep_sigint, monkeypatch):
+def test_a_run_killed_in_its_last_test_ends_the_same(finished, going_on, capfd, keep_sigint, monkeypatch):
     """Nothing of the last iteration is in memory then: the ring is measured anew before step rewards are shown."""
     original = stepopsd.test
 
@@ -1127,16 +1146,16 @@ def test_a_run_killed_in_its_last_test_ends_the_same(finished, tmp_path, capfd, 
         original(learner, stage)
 
     monkeypatch.setattr(stepopsd, "test", dies)
-    assert run_here([*SMALL, "--out", str(tmp_path / "r")], capfd)[0] == 130
+    assert run_here(["--resume", str(going_on)], capfd)[0] == 130
     monkeypatch.setattr(stepopsd, "test", original)
-    assert run_here(["--resume", str(tmp_path / "r")], capfd)[0] == 0
-    assert rows_of(tmp_path / "r") == rows_of(finished)
+    assert run_here(["--resume", str(going_on)], capfd)[0] == 0
+    assert rows_of(going_on) == rows_of(finished)
     for name in ("episodes.jsonl", "preferences.jsonl", "decompositions.json"):
-        assert (tmp_path / "r" / name).read_text() == (finished / name).read_text()
+        assert (going_on / name).read_text() == (finished / name).read_text()
 
 
 @pytest.mark.e2e
-def test_labels_newer_than_the_checkpoint_are_used_again(finished, tmp_path, capfd, keep_sigint, monkeypatch):
+def test_labels_newer_than_the_checkpoint_are_used_again(finished, going_on, capfd, keep_sigint, monkeypatch):
     """Stopped inside the labelling of iteration 1: the labels given are kept, the others asked, the end is the same."""
     stop_after, asked = 5, []
     original = stepopsd.rule_label
@@ -1148,21 +1167,21 @@ def test_labels_newer_than_the_checkpoint_are_used_again(finished, tmp_path, cap
         return original(*args)
 
     monkeypatch.setattr(stepopsd, "rule_label", dies)
-    code, _, _ = run_here([*SMALL, "--out", str(tmp_path / "r")], capfd)
-    assert code == 130 and len(common.read_jsonl(tmp_path / "r" / "preferences.jsonl")) == stop_after
+    code, _, _ = run_here(["--resume", str(going_on)], capfd)
+    assert code == 130 and len(common.read_jsonl(going_on / "preferences.jsonl")) == stop_after
     asked.clear()
     stop_after = 10**6
-    code, _, err = run_here(["--resume", str(tmp_path / "r")], capfd)
+    code, _, err = run_here(["--resume", str(going_on)], capfd)
     assert code == 0, err[-2000:]
-    assert rows_of(tmp_path / "r") == rows_of(finished)
-    assert (tmp_path / "r" / "preferences.jsonl").read_text() == (finished / "preferences.jsonl").read_text()
+    assert rows_of(going_on) == rows_of(finished)
+    assert (going_on / "preferences.jsonl").read_text() == (finished / "preferences.jsonl").read_text()
     assert len(asked) == len(common.read_jsonl(finished / "preferences.jsonl")) - 5
 
 
 @pytest.mark.e2e
 def test_the_baseline_asks_for_no_labels(tmp_path, capfd, keep_sigint, monkeypatch):
     monkeypatch.setattr(stepopsd, "label_pairs", lambda *_: pytest.fail("asked"))
-    argv = [*SMALL, "--lam", "0", "--total_env_steps", "60", "--curiosity", "0", "--out", str(tmp_path / "r")]
+    argv = [*SMALL, "--lam", "0", "--total_env_steps", "60", "--demos", "10", "--curiosity", "0", "--out", str(tmp_path / "r")]
     code, _, err = run_here(argv, capfd)
     assert code == 0, err[-2000:]
     rows = common.read_jsonl(tmp_path / "r" / "metrics.jsonl")

@@ -1181,7 +1181,8 @@ def test_labels_newer_than_the_checkpoint_are_used_again(finished, going_on, cap
 @pytest.mark.e2e
 def test_the_baseline_asks_for_no_labels(tmp_path, capfd, keep_sigint, monkeypatch):
     monkeypatch.setattr(stepopsd, "label_pairs", lambda *_: pytest.fail("asked"))
-    argv = [*SMALL, "--lam", "0", "--total_env_steps", "60", "--demos", "10", "--curiosity", "0", "--out", str(tmp_path / "r")]
+    more = "--lam 0 --total_env_steps 60 --demos 10 --curiosity 0".split()
+    argv = [*SMALL, *more, "--out", str(tmp_path / "r")]
     code, _, err = run_here(argv, capfd)
     assert code == 0, err[-2000:]
     rows = common.read_jsonl(tmp_path / "r" / "metrics.jsonl")

@@ -1154,7 +1154,7 @@ def main(argv=None) -> int:
             clock.lap("eval")
         L.log(row | {f"time/{k}": v for k, v in clock.laps.items()})
         success, kl = row["train/success"], row["policy/approx_kl"]
-        bar.set_postfix(success=f"{success:.2f}", kl=f"{kl:.3f}", pref=f"{row.get('pref/accuracy') or 0:.2f}")
+        bar.set_postfix(success=f"{success:.2f}", kl=f"{kl:.3f}", reward=f"{row.get('reward/step_mean', 0):.2f}")
         bar.update(len(steps))
         L.reward.embed.keep(turns_of(ring) + turns_in(L.reward.augmented(L.store.rows[-args.rm_memory :])))
         L.save()

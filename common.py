@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import http.client
 import inspect
 import json
 import math
@@ -22,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -119,11 +121,14 @@ def settle_args(args, tuned: dict) -> tuple[Path, bool]:
 
 LIMITS = {  # (lowest, highest) value of a flag a run can use
     (1, math.inf): "total_env_steps eval_every eval_episodes val_episodes demos warmup_epochs episodes_per_iter "
-                   "minibatch warmup_minibatch score_minibatch",
+                   "minibatch warmup_minibatch score_minibatch pairs rm_minibatch rm_every rm_memory",
     (0, math.inf): "target_kl score_episodes random_episodes score_epochs score_passes policy_passes kl_coef ent_coef "
-                   "score_entropy",
-    (0, 1): "gamma gae_lambda policy_lr score_lr warmup_lr demo_noise priority_alpha priority_beta rollback_drop",
-    (16, math.inf): "micro_tokens", (1e-6, math.inf): "adv_clip", (1e-3, 10): "temperature", (1e-6, 1): "clip_eps",
+                   "score_entropy value_passes rm_passes rm_decay smoothness turn_coef kappa curiosity",
+    (0, 1): "gamma gae_lambda policy_lr score_lr warmup_lr demo_noise priority_alpha priority_beta rollback_drop "
+            "value_lr rm_lr pos_frac augment lam",
+    (0, 0.5): "tie_margin", (0, 0.9): "rm_dropout", (1, 32): "rm_ensemble votes", (0.01, 3600): "teacher_timeout",
+    (16, math.inf): "micro_tokens",
+    (1e-6, math.inf): "adv_clip reward_clip", (1e-3, 10): "temperature", (1e-6, 1): "clip_eps",
     (1, 1024): "lora_rank", (1, 1000): "replay_iters", (1, 4096): "num_envs",
 }  # fmt: skip
 
@@ -1048,7 +1053,7 @@ def peak_memory() -> dict:
     return {"peak_rss_mb": round(rss, 1), "peak_gpu_mb": round(gpu, 1)}
 
 
-# ------------------------------------------------------------------------------------- what the stages of a run share
+# --------------------------------------------------------------------------------------- what the stages of a run share
 def open_run(args, folder: Path, resumed: bool, adapters, file: str) -> tuple[LM, Run]:
     """Load the model with its adapters, then open the run folder with a config.json of what is used."""
     names = "seed", "device", "dtype", "load_4bit", "lora_rank", "lora_layers", "gradient_checkpointing"
@@ -1089,9 +1094,21 @@ class EnvPool:
         def reset():
             env = self.free.pop() if self.free else self.make()
             obs, info = env.reset(seed=task)
+            self.note(SimpleNamespace(task=task, env=env), -1, info)
             return [SimpleNamespace(task=task, env=env, obs=str(obs), info=info, steps=[], texts=[])]
 
         return self.attempt(task, reset) or []
+
+    def note(self, episode, t: int, info: dict):
+        """Facts that no Step holds, into `stats`: ("violation", task, t), a broken hard constraint's penalty in step t;
+        ("progress", task, t + 1), the true progress after it, of an environment that has progress()."""
+        violation = float(info.get("violation", 0.0))
+        if not (math.isfinite(violation) and violation >= 0):
+            raise ValueError(f"violation is {violation}")
+        if violation:
+            self.stats["violation", episode.task, t] = violation
+        if hasattr(episode.env, "progress"):
+            self.stats["progress", episode.task, t + 1] = float(episode.env.progress())
 
     def step(self, episode, text: str):
         """One checked step: (reward, terminated, truncated, valid, success, cut), or None if the episode is lost."""
@@ -1100,6 +1117,7 @@ class EnvPool:
             obs, reward, terminated, truncated, info = episode.env.step(text)
             if not math.isfinite(reward):
                 raise ValueError(f"reward is {reward}")
+            self.note(episode, len(episode.steps), info)
             episode.obs, episode.info = str(obs), info
             flags = (terminated, truncated and not terminated, info["valid"], info["success"], info.get("cut"))
             return float(reward), *map(bool, flags)
@@ -1198,6 +1216,13 @@ class Checkpoints:
             print("no checkpoint was finished yet: starting over")
             self.run.rewind({"metrics.jsonl": 0, "episodes.jsonl": 0})
 
+    def extra_tensors(self) -> dict:
+        """What an algorithm adds to `last` (names of its own, as in {"embedding.x": tensor}); `load_extra` reads it."""
+        return {}
+
+    def load_extra(self, tensors: dict):
+        """The inverse of `extra_tensors`, given all tensors of a checkpoint."""
+
     def save(self, name: str = "last"):
         """Write checkpoints/<name>; the ring goes into `last` alone."""
         self.p.wall_s, self.started = self.wall_s(), time.time()
@@ -1207,6 +1232,7 @@ class Checkpoints:
             tensors |= own
         if name == "last":
             tensors |= pack_steps(self.replay.steps)[0]
+            tensors |= self.extra_tensors()
             rows = [pack_steps(steps)[1] for steps in self.replay.iterations]
         state = dict(progress=asdict(self.p), numbers=numbers, ring=rows, marks=self.run.marks())
         save_checkpoint(self.run.folder / "checkpoints" / name, tensors, state)
@@ -1222,6 +1248,7 @@ class Checkpoints:
         if not weights_only:
             steps = iter(unpack_steps(self.step, tensors, [row for rows in state["ring"] for row in rows]))
             self.replay.iterations = [[next(steps) for _ in rows] for rows in state["ring"]]
+            self.load_extra(tensors)
             vars(self.p).update(state["progress"])
             self.run.rewind(state["marks"])
 
@@ -1248,6 +1275,406 @@ def unpack_steps(kind, tensors: dict, rows: list) -> list:
             used[f"ring.{name}"] += length
         steps.append(kind(**({k: v for k, v in row.items() if k != "lengths"} | parts)))
     return steps
+
+
+# ------------------------------------------------------------------------------ preferences: storing, asking, embedding
+TEACHER_WORDINGS = (  # the votes of a teacher differ in how they are asked
+    "Two segments of an AI agent's work are shown. Which of them brings its task further?",
+    "Compare the two segments below. In which one does the agent act better for its goal?",
+    "You review an AI agent. Choose the segment with the more useful actions.",
+)
+RETRY_PAUSES = (1.0, 2.0, 4.0)  # seconds before a teacher is asked again
+PARAPHRASES = (("Goal:", "Task:"), ("Page:", "Now at:"), ("Text:", "Content:"), ("Done:", "So far:"),
+               ("Last:", "Moves so far:"), ("Map:", "Grid:"), ("Offset:", "Still to go:"), ("User:", "Customer:"),
+               ("Agent:", "Assistant:"), ("Action:", "Next action:"))  # fmt: skip
+
+
+def text_key(value) -> str:
+    """A short name for a text or a list of turns: the same on every machine."""
+    return hashlib.sha1(json.dumps(value).encode()).hexdigest()[:20]
+
+
+def chosen(row: dict, share: float, salt: str) -> bool:
+    """Whether a labelled pair belongs to a random `share` of all pairs; the order of A and B does not matter."""
+    keys = sorted((text_key(row["a"]), text_key(row["b"])))
+    return int(text_key([salt, *keys]), 16) / 16**20 < share
+
+
+def reword(row: dict) -> dict:
+    """A copy of a labelled pair whose states name their parts differently (template paraphrase)."""
+
+    def other(text):
+        for old, new in PARAPHRASES:
+            text = re.sub(rf"^{old}", new, text, flags=re.M)
+        return text
+
+    return row | {side: [[other(obs), action] for obs, action in row[side]] for side in "ab"}
+
+
+class PreferenceStore:
+    """Labelled pairs, one JSON object a line, written at once: a = b = [[obs, action], ...], y in {0, 0.5, 1} (1: a is
+    better), turn (index of the decisive turn in the better one, or null), and what `add` was told beside them.
+
+    imported: another such file, copied in when the run begins; new labels are appended to it as well.
+    """
+
+    def __init__(self, path: Path, imported: str = ""):
+        self.path, self.other = path, Path(imported) if imported else None
+        if path.exists():
+            whole = path.read_bytes().rpartition(b"\n")
+            if whole[2]:  # torn by a crash
+                os.truncate(path, len(whole[0]) + len(whole[1]))
+        elif self.other:
+            rows = [row | {"imported": True} for row in read_preferences(self.other)]
+            write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
+        self.rows = read_preferences(path) if path.exists() else []
+        self.imported = sum("imported" in row for row in self.rows)
+        self.keys = [(text_key(r["a"]), text_key(r["b"])) for r in self.rows]
+
+    def add(self, a, b, y: float, turn: int | None, **more):
+        row = dict(a=[list(t) for t in a], b=[list(t) for t in b], y=y, turn=turn, **more)
+        for path in (self.path, *([self.other] if self.other else [])):
+            with open(path, "a", encoding="utf-8", newline="\n") as file:
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        self.rows.append(row)
+        self.keys.append((text_key(a), text_key(b)))
+
+    def holds(self, a, b, since: int) -> bool:
+        """Is this very pair among the labels from number `since` on?"""
+        return (text_key(a), text_key(b)) in self.keys[since:]
+
+
+def read_preferences(path: Path) -> list[dict]:
+    """The labels of a preferences.jsonl. Raises UserError, in one line, for a file that is none."""
+
+    def turns(value):
+        ok = isinstance(value, list) and value and all(isinstance(t, list) and len(t) == 2 for t in value)
+        return ok and all(isinstance(x, str) for t in value for x in t)
+
+    rows = []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--preferences {path}: {getattr(error, 'strerror', None) or error}") from None
+    for number, line in enumerate(lines[:-1], 1):  # behind the last newline: nothing, or a torn line
+        try:
+            row = json.loads(line)
+            good = turns(row["a"]) and turns(row["b"]) and row["y"] in (0, 0.5, 1) and not isinstance(row["y"], bool)
+            better = {0: row["b"], 1: row["a"]}.get(row["y"], [])
+            good = good and (row.get("turn") is None or row["turn"] in range(len(better)))
+        except (ValueError, KeyError, TypeError):
+            good = False
+        if not good:
+            raise UserError(f"--preferences {path}, line {number}: not a labelled pair (a, b, y in 0, 0.5, 1, turn)")
+        rows.append(row | {"turn": row.get("turn")})
+    return rows
+
+
+def clean_preferences(rows: list[dict]) -> tuple[list[dict], int, int]:
+    """Drop pairs labelled in two ways and preferences that lie on a cycle (A > B > C > A); repeats count once.
+
+    Returns (rows kept, in order; labels dropped as contradictions; labels dropped on cycles).
+    """
+    groups = {}
+    for row in rows:
+        a, b = text_key(row["a"]), text_key(row["b"])
+        y = row["y"] if a <= b else 1 - row["y"]
+        groups.setdefault((min(a, b), max(a, b)), []).append((y, row))
+    same = {pair: found[0] for pair, found in groups.items() if len({y for y, _ in found}) == 1 and pair[0] != pair[1]}
+    contradictions = sum(len(found) for found in groups.values() if len({y for y, _ in found}) > 1)
+    edges = {pair if y == 1 else pair[::-1]: pair for pair, (y, _) in same.items() if y != 0.5}  # better -> worse
+    worse = {}
+    for better, other in edges:
+        worse.setdefault(better, []).append(other)
+
+    def reaches(start, goal):
+        todo, seen = [start], {start}
+        while todo:
+            if (node := todo.pop()) == goal:
+                return True
+            todo += [n for n in worse.get(node, ()) if n not in seen]
+            seen.update(worse.get(node, ()))
+        return False
+
+    cyclic = {pair for (better, other), pair in edges.items() if reaches(other, better)}
+    return [row for pair, (_, row) in same.items() if pair not in cyclic], contradictions, len(cyclic)
+
+
+def show_segment(turns) -> str:
+    """A segment as text: the first state in full (task and history), then only new lines, and the actions."""
+    lines, before = [], set()
+    for number, (obs, action) in enumerate(turns, 1):
+        now = [line for line in obs.splitlines() if line.strip()]
+        lines += [line for line in now if line not in before and not re.fullmatch(r"\w*[Aa]ction:\s*", line)]
+        lines.append(f"Turn {number}, the agent: {action}")
+        before = set(now)
+    return "\n".join(lines)
+
+
+def teacher_prompt(first, second, wording: int) -> str:
+    question = TEACHER_WORDINGS[wording % len(TEACHER_WORDINGS)]
+    return f"{question}\n\nSegment A:\n{show_segment(first)}\n\nSegment B:\n{show_segment(second)}\n"
+
+
+def parse_verdict(reply: str):
+    """`ANSWER: A` (or B, TIE) and `TURN: 2` in a teacher's reply -> (1.0, 0.0 or 0.5, turn index or None).
+
+    None where no line, or lines that differ, hold an answer: a sentence that begins with the article A is none.
+    """
+    line = r"^\W*(?:(?:final )?(?:answer|verdict|better)\W+)?(A|B|TIE)\W*(?:turn\W*\d+\W*)?$"
+    answers = re.findall(line, reply, re.I | re.M)
+    if len({a.upper() for a in answers}) != 1:
+        return None
+    turns = set(re.findall(r"\bturn\W*(\d+)", reply, re.I))
+    turn = int(turns.pop()) - 1 if len(turns) == 1 else None
+    p = {"A": 1.0, "B": 0.0, "TIE": 0.5}[answers[0].upper()]
+    return p, turn if turn is not None and turn >= 0 and p != 0.5 else None
+
+
+def teacher(lm: LM, args):
+    """ask(first, second, wording) -> (probability that the first segment is better, decisive turn or None), or None."""
+    return _local_teacher(lm) if args.teacher == "local" else _url_teacher(args)
+
+
+def teacher_label(ask, a, b, votes: int, margin: float):
+    """Majority of `votes` questions, each asked in both orders: a liking for the first place cancels out (5.1).
+
+    ask(first, second, wording) -> (probability that the first is better, decisive turn of the better one or None), or
+    None when there was no usable answer: such a question does not count. Returns None when none is left.
+    """
+    verdicts, named = [], []
+    for wording in range(votes):
+        answers = ask(a, b, wording), ask(b, a, wording)
+        if None in answers:
+            continue
+        (p, turn), (q, other) = answers
+        mean = (p + 1 - q) / 2
+        verdicts.append(0.5 if abs(mean - 0.5) <= margin else float(mean > 0.5))
+        named += [(float(p > 0.5), turn), (float(q < 0.5), other)]
+    if not verdicts:
+        return None
+    ranked = Counter(verdicts).most_common(2)
+    y = ranked[0][0] if len(ranked) == 1 or ranked[0][1] > ranked[1][1] else 0.5
+    turns = [t for side, t in named if side == y and t is not None and t < len(a if y == 1 else b)]
+    return y, Counter(turns).most_common(1)[0][0] if turns and y != 0.5 else None
+
+
+def _local_teacher(lm: LM):
+    """The base model, adapters off: the probabilities of the two answer tokens; it names no turn."""
+    tail = "\nAnswer with the letter of the better segment.\nBetter segment:"
+    letters = [lm.encode(f" {x}") for x in "AB"]
+    spaced = len(letters[0]) > 1  # the space is a token of its own: it stands before the letter
+
+    @torch.no_grad()
+    def ask(first, second, wording):
+        suffix = lm.encode(tail + (" " if spaced else ""))
+        prompt, _ = lm.encode_prompt(teacher_prompt(first, second, wording), len(suffix) + 1)
+        trunk = lm.trunk([prompt + suffix])
+        with lm.adapter(None):
+            hidden, _ = lm.top(trunk)
+            odds = lm.logits(hidden[-1:])[0, [x[-1] for x in letters]].softmax(-1)  # (2,)
+        return float(odds[0]), None
+
+    return ask
+
+
+def _url_teacher(args):
+    tail = ("\nJudge only what helps the task. Answer with two lines and nothing else:\nANSWER: A, B or TIE\n"
+            "TURN: the number of the turn in the better segment that decided it")  # fmt: skip
+    silent = 0
+
+    def ask(first, second, wording):
+        nonlocal silent
+        prompt = teacher_prompt(first, second, wording) + tail
+        reply = chat(args.teacher_url, args.teacher_model, prompt, args.teacher_timeout)
+        silent = 0 if reply is not None else silent + 1
+        if silent >= 10:
+            raise RunError(f"the teacher at {args.teacher_url} gave no answer ten times in a row; --resume goes on")
+        return None if reply is None else parse_verdict(reply)
+
+    return ask
+
+
+def chat(url: str, model: str, prompt: str, timeout: float) -> str | None:
+    """One question to an OpenAI-compatible endpoint -> the answer's text, or None when it fails for good.
+
+    The key comes from TEACHER_API_KEY, is sent as a header and appears nowhere else; redirects are not followed, they
+    would carry it elsewhere. Time-outs, HTTP 408, 429, 5xx and broken replies are tried again after RETRY_PAUSES.
+    Raises UserError where asking again is useless (HTTP 3xx, 401, 403, 404).
+    """
+    import urllib.error
+    import urllib.request
+
+    class Stay(urllib.request.HTTPRedirectHandler):
+        def redirect_request(self, *_):
+            return None
+
+    opener = urllib.request.build_opener(Stay)
+    message = dict(model=model, temperature=0, max_tokens=256, messages=[dict(role="user", content=prompt)])
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("TEACHER_API_KEY", "").strip():
+        headers["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", json.dumps(message).encode(), headers)
+    for pause in (*RETRY_PAUSES, None):
+        try:
+            with opener.open(request, timeout=timeout) as response:
+                content = json.loads(response.read(2**20))["choices"][0]["message"]["content"]
+                if isinstance(content, str):
+                    return content
+        except urllib.error.HTTPError as error:
+            if error.code in (401, 403, 404) or 300 <= error.code < 400:
+                hint = "check --teacher_url, --teacher_model and the key in TEACHER_API_KEY"
+                raise UserError(f"the teacher answers HTTP {error.code}: {hint}") from None
+            if error.code not in (408, 429) and error.code < 500:
+                return None
+        except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
+            pass  # no connection, a time-out or a broken reply: tried again below
+        if pause is not None:
+            time.sleep(pause)
+    return None
+
+
+def human_label(a, b, named: bool = False):
+    """Show two segments side by side and read a, b, t(ie), s(kip) or q(uit) from the terminal.
+
+    Returns (y, decisive turn or None), None for skip, "quit" for q or the end of input. named: `a 2` also names the
+    turn that decided it. Control characters in the segments are not sent to the terminal.
+    """
+    import textwrap
+
+    width = max(20, (shutil.get_terminal_size().columns - 3) // 2)
+    columns = []
+    for title, turns in (("A", a), ("B", b)):
+        text = "".join(c if c.isprintable() or c == "\n" else "?" for c in show_segment(turns))
+        columns.append([title, *(part for line in text.splitlines() for part in textwrap.wrap(line, width) or [""])])
+    height = max(map(len, columns))
+    left, right = (column + [""] * (height - len(column)) for column in columns)
+    print("\n" + "\n".join(f"{x:<{width}} | {y}" for x, y in zip(left, right, strict=True)))
+    hint = ", or with the turn that decided it: a 2" if named else ""
+    while True:
+        try:
+            answer = input(f"better: a, b, t(ie), s(kip), q(uit and save){hint} > ").strip().lower()
+        except EOFError:
+            return "quit"
+        match = re.fullmatch(r"([abtsq])\s*(\d*)", answer)
+        if match is None:
+            continue
+        key, turn = match[1], int(match[2] or 0)
+        if key == "q":
+            return "quit"
+        if key == "s":
+            return None
+        if turn > len(a if key == "a" else b) or (turn and key == "t"):
+            continue
+        return {"a": 1.0, "b": 0.0, "t": 0.5}[key], turn - 1 if turn else None
+
+
+def check_labeler(args, resumed: bool):
+    """Flags that belong together, before anything is loaded (--teacher_url alone implies --teacher url).
+
+    Raises UserError in one line.
+    """
+    match = re.fullmatch(r"(\d+)-(\d+)", args.segment_len)
+    if not match or not 1 <= int(match[1]) <= int(match[2]) <= 64:
+        raise UserError(f"--segment_len {args.segment_len}: expected least-most turns, for example 3-7 (at most 64)")
+    if args.teacher_url and "teacher" not in args.explicit:
+        args.teacher = "url"
+    if args.lam > 0 and args.labeler == "llm" and args.teacher == "url":
+        if not re.match(r"https?://[^/\s]+", args.teacher_url) or not args.teacher_model:
+            raise UserError("--teacher url needs --teacher_url http(s)://host/v1 and --teacher_model NAME")
+    if args.lam > 0 and args.labeler == "human" and not args.eval_only and not sys.stdin.isatty():
+        raise UserError("--labeler human needs a terminal to ask in")
+    if args.preferences and not resumed:
+        read_preferences(Path(args.preferences))
+        if Path(args.out).resolve() in Path(args.preferences).resolve().parents:
+            raise UserError("--preferences lies in the run folder that --out would replace: copy it elsewhere first")
+
+
+class Embeddings:
+    """A frozen vector for each turn (state, action), cached by text: [mean over the state's tokens, mean over the
+    action's tokens] of the base model's last hidden state, adapters off (the action's tokens have read the state).
+
+    `embeddings[turn]` is (E,) = (2 D,), each number standardised by `center` and `scale`, set once by `standardise`.
+    """
+
+    def __init__(self, lm: LM, micro_tokens: int, room: int):
+        self.lm, self.micro_tokens, self.room, self.size = lm, micro_tokens, room, 2 * lm.hidden_size
+        self.cache, self.center, self.scale = {}, torch.zeros(self.size), torch.zeros(self.size)
+
+    @staticmethod
+    def key(turn) -> str:
+        return text_key(list(turn))
+
+    def __getitem__(self, turn) -> torch.Tensor:
+        return (self.cache[self.key(turn)].float() - self.center) / self.scale.clamp(min=1e-6)
+
+    def add(self, turns):
+        """Embed the turns, (obs, action) texts, that are not in the cache."""
+        new = {key: turn for turn in turns if (key := self.key(turn)) not in self.cache}
+        states = [self.lm.encode_prompt(obs, self.room)[0] for obs, _ in new.values()]
+        actions = [self.lm.encode(" " + action)[: self.room] for _, action in new.values()]
+        trunks = self.lm.trunk([s + a for s, a in zip(states, actions, strict=True)], self.micro_tokens)
+        self._pool(list(new), trunks, [len(s) for s in states])
+
+    def add_steps(self, steps):
+        """The same for sampled steps with fields obs, text, state and trunk: the lower layers need not run again."""
+        new = {key: s for s in steps if (key := self.key((s.obs, s.text))) not in self.cache}
+        self._pool(list(new), [s.trunk for s in new.values()], [len(s.state) for s in new.values()])
+
+    @torch.no_grad()
+    def _pool(self, keys, trunks, lengths):
+        """Trunks (T_i, D), of which the first lengths[i] rows are the state's, into the cache."""
+        with self.lm.adapter(None):
+            for rows in token_batches([len(h) for h in trunks], self.micro_tokens):
+                hidden, starts = self.lm.top([trunks[i] for i in rows])  # (sum T_i, D), (B,)
+                for i, start in zip(rows, starts, strict=True):
+                    own = hidden[start : start + len(trunks[i])].float()  # (T_i, D)
+                    state, action = own[: lengths[i]], own[lengths[i] :]
+                    action = action if len(action) else state[-1:]  # an empty action: what the state predicts
+                    both = torch.cat([state.mean(0), action.mean(0)])  # (2 D,) means over tokens
+                    self.cache[keys[i]] = both.to("cpu", self.lm.compute)
+
+    def standardise(self):
+        """Set center and scale from what is in the cache now, the first time only: the reward model relies on them."""
+        if self.scale.any() or not self.cache:
+            return
+        every = torch.stack(list(self.cache.values())).float()  # (n, E)
+        std = every.std(0, correction=0)
+        self.center, self.scale = every.mean(0), std.clamp(min=max(0.1 * float(std.mean()), 1e-6))
+
+    def keep(self, turns):
+        """Forget all but these turns."""
+        kept = {self.key(turn) for turn in turns}
+        self.cache = {key: vector for key, vector in self.cache.items() if key in kept}
+
+    def state(self) -> dict:
+        numbers = {"embedding.center": self.center, "embedding.scale": self.scale}
+        return numbers | {f"embedding.at.{key}": vector for key, vector in self.cache.items()}
+
+    def load(self, tensors: dict):
+        self.center, self.scale = tensors["embedding.center"], tensors["embedding.scale"]
+        at = "embedding.at."
+        self.cache = {key.removeprefix(at): vector for key, vector in tensors.items() if key.startswith(at)}
+
+
+class EncoderBlock(torch.nn.Module):
+    """One pre-norm transformer encoder layer that also returns its attention, mean over heads."""
+
+    def __init__(self, width: int, dropout: float, heads: int = 4):
+        super().__init__()
+        self.before, self.between = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.attention = torch.nn.MultiheadAttention(width, heads, dropout, batch_first=True)
+        layers = torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
+        self.mlp, self.dropout = torch.nn.Sequential(*layers), torch.nn.Dropout(dropout)
+
+    def forward(self, h, padded):
+        """h (B, T, W), padded (B, T) True where nobody looks -> h (B, T, W) and attention (B, T, T)."""
+        n = self.before(h)
+        mixed, weights = self.attention(n, n, n, key_padding_mask=padded)
+        h = h + self.dropout(mixed)
+        return h + self.dropout(self.mlp(self.between(h))), weights
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -1294,6 +1721,58 @@ def case_study(traces, count: int = 2) -> list[str]:
                 numbers = f"{row['reward']:+.2f} | {row['score']:+.2f}"
                 lines.append(f"| {t} | {state} | {action} | {numbers} | {shown} | {mark} |")
     return lines
+
+
+def hacking_alarm(episodes, version: int, rise: float = 0.1, fall: float = 0.1) -> bool:
+    """Do the newest episodes get more step reward than the ring's older ones, and succeed less (5.1)?
+
+    All are judged by the same reward model, so a drift of its scale raises no alarm. rise: mean step reward, in
+    standard deviations of the ring; fall: success rate.
+    """
+    new, old = ([e for e in episodes if (e[0].version == version) == now] for now in (True, False))
+    if not new or not old:
+        return False
+    reward = [np.mean([s.step_reward for e in es for s in e]) for es in (new, old)]  # mean over steps
+    success = [np.mean([e[0].success for e in es]) for es in (new, old)]  # mean over episodes
+    return bool(reward[0] > reward[1] + rise and success[0] < success[1] - fall)
+
+
+def spot_check(episodes, window: int, count: int = 5) -> list[str]:
+    """Markdown for the segments with the highest and the lowest mean step reward, at most one an episode (5.2).
+
+    episodes: lists of steps with obs, text, step_reward and success. Segments have min(window, length) turns.
+    """
+    best = {1: [], -1: []}
+    for episode in episodes:
+        n = min(window, len(episode))
+        spans = [episode[i : i + n] for i in range(len(episode) - n + 1)]
+        means = [float(np.mean([s.step_reward for s in span])) for span in spans]
+        for sign, found in best.items():
+            i = max(range(len(spans)), key=lambda j: sign * means[j])
+            found.append((means[i], spans[i]))
+    lines = ["Read them: is what the reward model likes really good, and what it dislikes really bad?"]
+    for sign, title in ((1, "Highest"), (-1, "Lowest")):
+        for mean, span in sorted(best[sign], key=lambda x: -sign * x[0])[:count]:
+            end = "succeeded" if span[0].success else "failed"
+            lines += ["", f"**{title}, mean step reward {mean:+.2f}** (the episode {end}):", ""]
+            lines += ["| state | action | step reward |", "|---|---|---|"]
+            lines += [f"| {md(s.obs, 220)} | {md(s.text, 80)} | {s.step_reward:+.2f} |" for s in span]
+    return lines
+
+
+def progress_correlation(steps, rewards) -> float | None:
+    """Rank correlation of step rewards with the true progress of the steps that have it; None without any."""
+    known = [(s.progress, float(r)) for s, r in zip(steps, rewards, strict=True) if s.progress is not None]
+    return spearman(*zip(*known, strict=True)) if len(known) > 1 else None
+
+
+def decomposition_table(table: dict) -> list[str]:
+    """Markdown of {decomposition: {accuracy, progress_corr}}."""
+    lines = ["One model each, fitted to the older four fifths of the labels; accuracy on the newest fifth.", "",
+             "| decomposition | preference accuracy | rank correlation of step reward and true progress |",
+             "|---|---|---|"]  # fmt: skip
+    show = lambda x: "n/a" if x is None else f"{x:.3f}"  # noqa: E731
+    return lines + [f"| {k} | {show(v['accuracy'])} | {show(v['progress_corr'])} |" for k, v in table.items()]
 
 
 def wilson(successes: int, n: int) -> list[float]:
@@ -1345,6 +1824,14 @@ def health_report(rows: list[dict]) -> list[str]:
     if entropy and entropy[-1] < 0.005:
         found.append(f"Entropy is {entropy[-1]:.4f}: the policy hardly explores. Raise --ent_coef or --temperature.")
     sampler = "sampler and trainer disagree (expected in bf16 up to a few hundredths): try --dtype float32"
+    alarms = series("reward/hacking_alarm")
+    if any(alarms):
+        found.append(f"Step reward rose while success fell in {sum(alarms)} of {len(alarms)} iterations (hacking?): "
+                     "read the spot check; lower --lam, --rm_combine min, a larger --kappa.")  # fmt: skip
+    accuracy = series("pref/accuracy")
+    if accuracy and accuracy[-1] < 0.6:
+        found.append(f"The reward model agrees with {100 * accuracy[-1]:.0f}% of held-out preferences (a coin: 50%): "
+                     "more --pairs, more --rm_passes, or a clearer judge.")  # fmt: skip
     for key, limit, text in (
         ("policy/first_ratio_dev", 0.05, "old log-probs and training forward disagree: try --dtype float32"),
         ("policy/sampler_gap", 0.05, sampler),

@@ -2,9 +2,10 @@
 
     python plots.py RUN [RUN ...] [--out DIR]      # default: the first run's plots/ folder
 
-Reads config.json, metrics.jsonl, episodes.jsonl, summary.json and heatmap.json; whatever is missing is skipped with one
-line. Runs of the same (algo, env, model) form a group: several runs of a group are drawn as their mean and its 95%
-confidence band. calibration, case_study and heatmap show the first given run that has the data; the title names it.
+Reads config.json, metrics.jsonl, episodes.jsonl, summary.json, heatmap.json and decompositions.json; whatever is
+missing is skipped with one line (the pictures of step rewards silently: only stepopsd.py has any). Runs of the same
+(algo, env, model) form a group: several are drawn as their mean and its 95% confidence band. All pictures but curves
+and compare show the first given run that has the data; the title names it.
 """
 
 from __future__ import annotations
@@ -309,6 +310,102 @@ def draw_case_study(runs, groups):
     return fig
 
 
+def reward_histograms(run: Run):
+    """(env_steps (n,), counts (n, bins), clip) of the updates that logged reward/hist; None without any."""
+    rows = [r for r in run.metrics if isinstance(r.get("reward/hist"), list) and math.isfinite(number(r, "env_steps"))]
+    bins = len(rows[-1]["reward/hist"]) if rows else 0
+    rows = [r for r in rows if len(r["reward/hist"]) == bins]
+    counts = np.array([[item(r["reward/hist"], i) for i in range(bins)] for r in rows]).reshape(len(rows), bins)
+    good = np.isfinite(counts).all(1) & (counts.sum(1) > 0) if bins else np.zeros(0, bool)
+    clip = number(run.config, "reward_clip")
+    if not good.any() or not clip > 0:
+        return None
+    return np.array([number(r, "env_steps") for r in rows])[good], counts[good], clip
+
+
+def draw_step_rewards(runs, groups):
+    run, found = first_with(runs, reward_histograms)
+    if not found:
+        return None
+    steps, counts, clip = found
+    shares = counts / counts.sum(1, keepdims=True)  # (n, bins): of the iteration's steps
+    edges = np.linspace(-clip, clip, counts.shape[1] + 1)
+    mean = shares @ (edges[1:] + edges[:-1]) / 2  # (n,)
+    fig = figure(8, 4.5)
+    ax = fig.subplots()
+    x = np.arange(len(steps))
+    image = ax.imshow(shares.T, origin="lower", aspect="auto", cmap="cividis", extent=(-0.5, len(x) - 0.5, -clip, clip))
+    ax.plot(x, mean, color="white", lw=2.5)
+    ax.plot(x, mean, color=COLORS[1], lw=1.5, label="mean")
+    every = math.ceil(len(x) / 10)
+    ax.set_xticks(x[::every], [f"{s:g}" for s in steps[::every]])
+    ax.set(xlabel="environment steps", ylabel="step reward", title=f"Step rewards of new episodes\n{run.name}")
+    fig.colorbar(image, ax=ax, label="share of the iteration's steps")
+    ax.legend(loc="upper left")
+    ax.grid(False)
+    return fig
+
+
+def draw_attention(runs, groups):
+    """Share of the segment's reward and step reward over the turns of one success and one failure."""
+
+    def find(run):
+        episodes = run.last_stage("share")
+        found = [[e for e in episodes if number(e, "success") == wanted] for wanted in (1, 0)]
+        return [max(part, key=lambda e: len(e["steps"])) for part in found if part]
+
+    run, cases = first_with(runs, find)
+    if not cases:
+        return None
+    fig = figure(11, 0.6 + 3.8 * len(cases))
+    for ax, episode in zip(fig.subplots(len(cases), 1, squeeze=False).flat, cases, strict=True):
+        steps = dicts(episode["steps"])
+        x = np.arange(len(steps))
+        reward = np.array([number(s, "step_reward") for s in steps])
+        ax.bar(x, [number(s, "share") for s in steps], 0.6, color=COLORS[5], label="share c_t (mean over windows)")
+        other = ax.twinx()
+        other.plot(x, reward, color=COLORS[1], marker="o", ms=4, label="step reward (right)")
+        other.axhline(0, color=GREY, lw=0.8, ls=":")
+        other.grid(False)
+        every = math.ceil(len(steps) / 40)
+        names = [f"{clean(s.get('action', ''), 28) or '(empty)'}  {t}" for t, s in enumerate(steps)]
+        ax.set_xticks(x[::every], names[::every], rotation=50, ha="right", rotation_mode="anchor", fontsize=7.5)
+        title = f"{'Success' if episode['success'] else 'Failure'} in {len(steps)} turns"
+        ax.set(ylabel="share of the segment", title=f"{title} · task {clean(episode.get('task', '?'), 40)}")
+        handles = [h for a in (ax, other) for h in a.get_legend_handles_labels()[0]]
+        ax.legend(handles, [h.get_label() for h in handles], loc="upper left", framealpha=0.8)
+    fig.suptitle(f"Where the reward model looks · {run.name}")
+    return fig
+
+
+def draw_decompositions(runs, groups):
+    """Held-out preference accuracy and correlation with the true progress, by decomposition."""
+
+    def find(run):
+        table = read_json(run.folder / "decompositions.json")
+        rows = [(clean(k, 20), number(v, "accuracy"), number(v, "progress_corr")) for k, v in table.items()]
+        return [r for r in rows if math.isfinite(r[1]) or math.isfinite(r[2])]
+
+    run, rows = first_with(runs, find)
+    if not rows:
+        return None
+    fig = figure(8, 4.2)
+    ax = fig.subplots()
+    x = np.arange(len(rows))
+    for k, label, shift in ((1, "held-out preference accuracy", -0.2), (2, "rank correlation with true progress", 0.2)):
+        values = np.array([r[k] for r in rows])
+        if np.isfinite(values).any():
+            ax.bar(x + shift, values, 0.38, color=COLORS[k - 1], label=label)
+            for at, value in zip(x + shift, values, strict=True):
+                ax.text(at, max(value, 0) + 0.01 if math.isfinite(value) else 0, show(value), ha="center", fontsize=8)
+    ax.axhline(0.5, color=GREY, ls="--", lw=1, label="accuracy of a coin")
+    ax.set_xticks(x, [r[0] for r in rows])
+    ax.set(title=f"Decompositions, one model each on the same labels\n{run.name}", ylim=(None, 1.12))
+    ax.legend(loc="upper right", ncols=3, framealpha=0.8)
+    ax.grid(False, axis="x")
+    return fig
+
+
 def read_grids(run: Run) -> list[tuple[np.ndarray, int, float]]:
     """[(cells (n, 4) of row, column, score, distance; size; rank correlation)] of heatmap.json, up to three."""
     grids = []
@@ -396,7 +493,8 @@ def draw_compare(runs, groups):
 
 
 PICTURES = {"curves.png": draw_curves, "calibration.png": draw_calibration, "case_study.png": draw_case_study,
-            "heatmap.png": draw_heatmap, "compare.png": draw_compare}  # fmt: skip
+            "heatmap.png": draw_heatmap, "step_rewards.png": draw_step_rewards, "attention.png": draw_attention,
+            "decompositions.png": draw_decompositions, "compare.png": draw_compare}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- running

@@ -248,3 +248,53 @@ def test_command_line_in_its_own_process_without_torch(tmp_path):
     lines = [line for line in done.stdout.splitlines() if not line.startswith("skipped ")]
     assert lines == [str(Path("run", "plots", n)) for n in ALL[1:3]] + ["[]"]
     check_png(run / "plots" / "case_study.png")
+
+
+# ---------------------------------------------------------------------------------------------- step rewards (stepopsd)
+
+
+def add_step_rewards(run, clip=2.0):
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"reward_clip": clip}))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for i, row in enumerate(rows[7:]):
+        row["reward/hist"] = [0, 10 - i % 5, i % 5, 0]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
+    for episode in episodes[40:]:
+        for t, step in enumerate(episode["steps"]):
+            step |= {"share": 1 / len(episode["steps"]), "step_reward": 0.1 * t - 0.3}
+    (run / "episodes.jsonl").write_text("".join(json.dumps(r) + "\n" for r in episodes))
+    table = {"attention": {"accuracy": 0.8, "progress_corr": None}, "td": {"accuracy": None, "progress_corr": -0.2}}
+    (run / "decompositions.json").write_text(json.dumps(table))
+
+
+STEP_REWARDS = ("step_rewards.png", "attention.png", "decompositions.png")
+
+
+def test_step_reward_pictures(tmp_path):
+    run = make_run(tmp_path / "r", algo="stepopsd", hard=True)
+    assert not {p.name for p in plots.plot_runs([run])} & set(STEP_REWARDS)
+    add_step_rewards(run)
+    assert set(STEP_REWARDS) <= {p.name for p in plots.plot_runs([run])}
+
+
+def test_histograms_are_read_by_hand(tmp_path):
+    make_run(tmp_path / "r")
+    add_step_rewards(tmp_path / "r")
+    steps, counts, clip = plots.reward_histograms(plots.Run(tmp_path / "r"))
+    assert clip == 2.0 and steps[:2].tolist() == [800.0, 1000.0] and len(steps) == 24
+    assert counts[0].tolist() == [0, 10, 0, 0] and counts[3].tolist() == [0, 7, 3, 0]
+
+
+@pytest.mark.parametrize("damage", [None, [], "x", [1, None, 2, 0], [0, 0, 0, 0], [1, 2]])
+def test_damaged_step_rewards_crash_nothing(tmp_path, damage):
+    make_run(tmp_path / "r")
+    add_step_rewards(tmp_path / "r")
+    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    rows[-1]["reward/hist"] = damage
+    (tmp_path / "r" / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "r" / "decompositions.json").write_text(json.dumps({"td": damage, "label": {"accuracy": "high"}}))
+    (tmp_path / "r" / "episodes.jsonl").write_text('{"success": true, "steps": [{"share": 0.5, "action": 3}]}\n')
+    written = {p.name for p in plots.plot_runs([tmp_path / "r"])}
+    assert "attention.png" in written and "decompositions.png" not in written

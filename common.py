@@ -1227,7 +1227,7 @@ def case_study(traces, count: int = 2) -> list[str]:
 def mask_names(text: str) -> str:
     """A step's pattern: quoted words, numbers and names (capitalised words behind the first) are masked."""
     text = re.sub(r'"[^"]*"', '"…"', " ".join(text.split()))
-    text = re.sub(r"\w*\d[\w.:-]*", "#", text)
+    text = re.sub(r"[\w-]*\d[\w.:-]*", "#", text)
     return re.sub(r"(?<=[\w,;:#…\"] )[A-Z][\w'-]*(?: [A-Z][\w'-]*)*", "NAME", text)
 
 

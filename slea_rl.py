@@ -174,7 +174,7 @@ def parse_steps(lm: LM, action: list[int]) -> tuple[list[int], list[str], list[s
     for (start, number), stop in zip(marks, starts[1:], strict=True):
         end = int((reach <= stop).sum()) if stop <= len(text) else len(action)  # an EOS belongs to the last
         if end > (ends[-1] if ends else 0):  # a mark inside a token of the next step opens nothing
-            words = re.sub(r"</?think>", " ", text[start:stop]).strip()
+            words = " ".join(re.sub(r"</?think>", " ", text[start:stop]).split())
             ends.append(end)
             numbers.append(number)
             texts.append(words[m.end() :] if (m := NUMBER.match(words)) else words)
@@ -240,9 +240,16 @@ class StepEvaluator(torch.nn.Module):
         return [half * np.array([f[-1, 0] - next(last) for _ in range(len(f) - 1)]) for f in outputs]
 
     def update(self, steps: list[Step], progress: float) -> float:
-        """One step on the squared error of f against the observed return at every place (and on the success)."""
-        out = self([s.embeds for s in steps])  # (B, M, 2)
-        lengths = torch.tensor([len(s.embeds) for s in steps])[:, None]  # (B, 1)
+        """One step on the squared error of f against the observed return at every place (and on the success).
+
+        counterfactual: half of the turns lose a random micro-step, or f would never have seen one left out.
+        """
+        sequences, rng = [s.embeds for s in steps], rng_for(self.args.seed, "leave out", self.optimizer.steps)
+        if self.args.credit == "counterfactual":
+            drop = [rng.integers(1, len(x)) if rng.random() < 0.5 else 0 for x in sequences]
+            sequences = [torch.cat([x[:k], x[k + 1 :]]) if k else x for x, k in zip(sequences, drop, strict=True)]
+        out = self(sequences)  # (B, M, 2)
+        lengths = torch.tensor([len(x) for x in sequences])[:, None]  # (B, 1)
         real = (torch.arange(out.shape[1])[None] < lengths).to(out.device)  # (B, M)
         targets, success = (torch.tensor(x, dtype=torch.float32, device=out.device)[:, None].expand(real.shape)[real]
                             for x in (self.to_score([s.ret for s in steps]), [s.success for s in steps]))  # fmt: skip

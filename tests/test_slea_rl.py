@@ -128,7 +128,7 @@ ANSWERS = {  # text: (kind, numbers, texts)
     "<think>": ("cut_off", ["1"], [""]),
     "1. see</think> go": ("think", ["1", ""], ["see", "go"]),
     "<think>1. a</think>": ("think", ["1", ""], ["a", ""]),
-    "<think>1. a</think> b </think> c": ("think", ["1", ""], ["a", "b   c"]),
+    "<think>1. a</think> b </think> c": ("think", ["1", ""], ["a", "b c"]),
     "go": ("whole", [""], ["go"]),
     "прошу перезапустить сервис": ("whole", [""], ["прошу перезапустить сервис"]),
     "": ("empty", [""], [""]),
@@ -150,7 +150,7 @@ def test_steps_of_an_answer_by_hand(tiny, text):
     assert ends[-1] == len(ids) and ends == sorted(set(ends)) and ends[0] > 0
     if kind in ("think", "rules"):  # the ids of a micro-step spell it, but for a token that reaches over a border
         for start, end, wanted in zip([0, *ends], ends, texts, strict=False):
-            assert wanted[1:-1] in tiny.decode(ids[start:end])
+            assert all(word in tiny.decode(ids[start:end]) for word in wanted[1:-1].split())
 
 
 def test_spans_by_hand(tiny):
@@ -281,7 +281,7 @@ def test_evaluator_is_causal_and_does_not_see_padding(tiny):
     alone, padded = evaluator.predict([short])[0], evaluator.predict([short, long])[0]
     assert alone == pytest.approx(padded, abs=1e-5) and len(padded) == 3
     changed = long.clone()
-    changed[5:] += 1.0
+    changed[5:] = torch.randn(5, 128, generator=torch.Generator().manual_seed(5))
     before, after = evaluator.predict([long])[0], evaluator.predict([changed])[0]
     assert before[:5] == pytest.approx(after[:5], abs=1e-6) and abs(before[5:] - after[5:]).min() > 1e-6
     many = with_embeds([60])[0].embeds  # more steps than places
@@ -707,7 +707,8 @@ def test_step_report_by_hand():
     assert [("failed it" in line) for line in failed] == [False] * 5 + [True, False]
     plain = "".join(failed).replace("\\", "")
     assert "guess" in failed[5] and "-0.700" in failed[5] and "reward -0.50" in failed[6] and "<b>" not in plain
-    assert common.step_report([turn_of(1)]) == {"Steps": ["No answer in the buffer had a thought before its action."]}
+    nothing = {"Steps": ["No answer in the buffer had a thought before its action."]}
+    assert common.step_report([turn_of(1, texts=["go"])]) == nothing
 
 
 # ---------------------------------------------------------------------------------------------------------- whole runs

@@ -6,7 +6,7 @@ Source: the article "SLEA-RL" (sections 2-5); numbers below are used at the func
 (1) micro-steps  an answer `<think>1. x_1 2. x_2 ..</think> a` is K + 1 decisions x_1 .. x_K, a with token spans
 (2) evaluator    f_k = E[G | s, x_1 .. x_k], f_{K+1} with the action; fitted to observed returns G_t = Σ_k γ^k r_{t+k}
 (3) credit       c_k = f_k - f_{k-1}  (--credit difference; or counterfactual, inverse)
-(4) r_step       (1 - κ) c_k + κ kb_k,  kb: known key steps;  κ <- κ min(1, held-out error of f / that of a constant)
+(4) r_step       (1 - κ) c_k + κ kb_k,  kb: known key steps;  κ <- κ min(1, error of f on new episodes / a constant's)
 (5) advantage    δ_j = r_j + γ_j V_{j+1} - V_j,  A_j = Σ_l λ^l Γ δ_{j+l};  r_j is r_step of a thought and the
                  environment's reward of an action; γ_j is γ at the end of a turn and 1 inside (Γ their product)
 (6) policy       -min(ρ A, clip(ρ, 1-ε, 1+ε) A) + kl_coef k3(π || π_ref) - ent_coef H, mean over tokens, each with the
@@ -63,7 +63,7 @@ class Args:
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks
     eval_episodes: int = 100  # held-out test tasks after each stage
-    val_episodes: int = 32  # validation tasks (rollback and choice of the best checkpoint)
+    val_episodes: int = 32  # validation tasks (choice of the best checkpoint)
     load_4bit: bool = True  # NF4 4-bit base (product default; off for tiny unless given)
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype (auto: float32 for tiny, else bfloat16)
     lora_rank: int = 16  # rank of each adapter
@@ -101,7 +101,6 @@ class Args:
     target_kl: float = 0.1  # stop the passes, without taking the step, above this approx KL(π_old || π)
     temperature: float = 0.8  # sampling temperature while training; log-probs are taken at it
     replay_iters: int = 3  # iterations kept in the buffer, for evaluator and imitation
-    rollback_drop: float = 0.1  # validation success this far below the best, twice running, restores the best
 
 
 TUNED = {  # defaults that depend on another flag; a flag given by hand always wins
@@ -117,6 +116,7 @@ TUNED = {  # defaults that depend on another flag; a flag given by hand always w
 
 # ------------------------------------------------------------------------------------------ the idea: steps with credit
 NUMBER = re.compile(r"(?<![A-Za-z\d_.])(?:(\d+(?:\.\d+)+)[.)、．:：]?(?=\s|$)|(\d+)[.)、．:：](?!\d))\s*")  # 1. 2) 1.1
+OPEN, CLOSE = (re.compile(rf"<\s*{slash}think(?:ing)?\s*>", re.IGNORECASE) for slash in ("", r"/\s*"))
 SENTENCE = re.compile(r"[^.!?。！？\n]*(?:[.!?。！？\n]+\s*|$)")
 RULES = (  # what a sentence of a reply without a think block does: the first that fits (article 2.1)
     ("ask", r"\?|？|\b(could|can|would) you\b|\bplease (tell|send|share|give|provide|describe)\b|\bi need to know\b"),
@@ -143,21 +143,21 @@ def split_answer(text: str) -> tuple[list[tuple[int, str]], str]:
     """
     if not text.strip():
         return [(0, "")], "empty"
-    opened, closed = text.find("<think>"), text.find("</think>")
-    if opened < 0 and closed < 0:
+    opened, closings = OPEN.search(text), list(CLOSE.finditer(text))
+    if not opened and not closings:
         marks = [(m.start(), next((name for name, rule in RULES if re.search(rule, m[0], re.I)), ""))
                  for m in SENTENCE.finditer(text) if m[0]]  # fmt: skip
         marks = [mark for mark in marks if mark[1]]  # a sentence no rule fits belongs to the one before
         return ([(0, marks[0][1]), *marks[1:]], "rules") if marks else ([(0, "")], "whole")
-    marks, previous = [], None
-    for m in NUMBER.finditer(text, max(opened, 0), closed if closed >= 0 else len(text)):
+    marks, previous, closed = [], None, closings[-1].start() if closings else len(text)  # as environments read it
+    for m in NUMBER.finditer(text, opened.end() if opened else 0, closed):
         number = [int(part) for part in (m[1] or m[2]).split(".")]
         if follows(number, previous):  # "version 2. It" inside a thought is no new step unless 2 is due
             marks.append((m.start(), ".".join(map(str, number))))
             previous = number
-    kind = "cut_off" if closed < 0 else "think" if marks else "unnumbered"
+    kind = "cut_off" if not closings else "think" if marks else "unnumbered"
     marks = [(0, marks[0][1] if marks else "1"), *marks[1:]]
-    return (marks if closed < 0 else [*marks, (closed, "")]), kind
+    return [*marks, *[(closed, "")][: len(closings)]], kind
 
 
 def parse_steps(lm: LM, action: list[int]) -> tuple[list[int], list[str], list[str], str]:
@@ -174,7 +174,7 @@ def parse_steps(lm: LM, action: list[int]) -> tuple[list[int], list[str], list[s
     for (start, number), stop in zip(marks, starts[1:], strict=True):
         end = int((reach <= stop).sum()) if stop <= len(text) else len(action)  # an EOS belongs to the last
         if end > (ends[-1] if ends else 0):  # a mark inside a token of the next step opens nothing
-            words = " ".join(re.sub(r"</?think>", " ", text[start:stop]).split())
+            words = " ".join(CLOSE.sub(" ", OPEN.sub(" ", text[start:stop])).split())
             ends.append(end)
             numbers.append(number)
             texts.append(words[m.end() :] if (m := NUMBER.match(words)) else words)
@@ -203,6 +203,8 @@ class StepEvaluator(torch.nn.Module):
             layer = torch.nn.TransformerEncoderLayer(self.WIDTH, self.HEADS, 4 * self.WIDTH, **options)
             self.blocks = torch.nn.TransformerEncoder(layer, self.LAYERS, enable_nested_tensor=False)
             self.out = torch.nn.Linear(self.WIDTH, 2)
+        torch.nn.init.zeros_(self.out.weight)  # an evaluator that has learned nothing gives no credit
+        torch.nn.init.zeros_(self.out.bias)
         self.to(lm.device)
         self.optimizer = Optimizer(dict(self.named_parameters()), args.evaluator_lr, weight_decay=0.01)
 
@@ -264,18 +266,15 @@ class StepEvaluator(torch.nn.Module):
     def to_score(self, returns) -> np.ndarray:
         return 2 * (np.asarray(returns, dtype=np.float64) - self.low) / (self.high - self.low) - 1
 
-    def errors(self, steps: list[Step]) -> tuple[float, float] | None:
-        """(held-out error of f, that of the best constant of the other episodes), means over places of held-out turns.
+    def errors(self, steps: list[Step], past: list[Step]) -> tuple[float, float]:
+        """(error of f, that of the mean return of `past`) on new turns, means over places.
 
-        Whole episodes are held out (`Step.held`). None without episodes on either side.
+        Whole episodes are held out: f was fitted to those of `past` alone.
         """
-        held, kept = ([s for s in steps if s.held == side] for side in (True, False))
-        if not held or not kept:
-            return None
-        places = [len(s.embeds) for s in held]
-        values = np.concatenate([f[:, 0] for f in self.predict([s.embeds for s in held])])  # (places,)
-        targets = np.repeat(self.to_score([s.ret for s in held]), places)  # (places,)
-        constant = self.to_score([s.ret for s in kept]).mean()
+        places = [len(s.embeds) for s in steps]
+        values = np.concatenate([f[:, 0] for f in self.predict([s.embeds for s in steps])])  # (places,)
+        targets = np.repeat(self.to_score([s.ret for s in steps]), places)  # (places,)
+        constant = self.to_score([s.ret for s in past]).mean()
         return float(np.mean((values - targets) ** 2)), float(np.mean((constant - targets) ** 2))
 
 
@@ -300,19 +299,20 @@ def embed(lm: LM, steps: list[Step], args):
 
 
 def fill_knowledge(lm: LM, episode: list[Step], key_steps, scale: float):
-    """kb of (4): a key step's share of the task's weight goes to the micro-step that takes it first in the episode.
+    """kb of (4): a key step's share of the task's weight goes to the micro-step that takes it.
 
-    key_steps: [(pattern over `state + " " + text`, weight)]. What the state alone shows is nobody's merit, and a key
-    step taken again earns nothing: repeating it must not pay. scale: return units of all the key steps together.
+    key_steps: [(pattern over `state + " " + text`, weight)]. What the state alone shows is nobody's merit. A key step
+    earns once a turn, and in the same words once an episode: repeating must not pay. scale: return units of them all.
     """
-    total, taken = sum(w for _, w in key_steps) or 1.0, set()
+    total, words = sum(w for _, w in key_steps) or 1.0, set()
     for step in episode:
         state, step.knowledge = lm.decode(step.state), []
-        open_ = [i for i, (pattern, _) in enumerate(key_steps) if not re.search(pattern, state)]
+        left = [k for k in key_steps if not re.search(k[0], state)]
         for text in step.texts:
-            found = {i for i in open_ if re.search(key_steps[i][0], f"{state} {text}")} - taken
-            step.knowledge.append(scale * sum(key_steps[i][1] for i in sorted(found)) / total)
-            taken |= found
+            found = [k for k in left if (k[0], text) not in words and re.search(k[0], f"{state} {text}")]
+            step.knowledge.append(scale * sum(weight for _, weight in found) / total)
+            words |= {(pattern, text) for pattern, _ in found}
+            left = [k for k in left if k not in found]
 
 
 def fill_credits(evaluator: StepEvaluator, steps: list[Step], kappa: float, hierarchical: bool):
@@ -436,7 +436,6 @@ class Step:
     final_value: float = 0.0  # V of final_state
     ret: float = 0.0  # G_t, the evaluator's target
     success: bool = False  # of the episode
-    held: bool = False  # held out from the evaluator's training, with its whole episode
     ends: list[int] = field(default_factory=list)  # (m,) micro-step j is action[ends[j-1] : ends[j]]
     numbers: list[str] = field(default_factory=list)  # (m,) "1", "1.1" of thoughts, "" of the action
     texts: list[str] = field(default_factory=list)  # (m,) their words
@@ -839,7 +838,7 @@ def augment(L: Learner, episodes: list[list[Step]], traces: list[dict]) -> dict:
     low, high = L.scorer.low, L.scorer.high
     for episode, trace in zip(episodes, traces, strict=True):
         for step in episode:
-            step.success, step.held = trace["success"], trace["task"] % 5 == 4  # a fifth of the episodes, whole
+            step.success = trace["success"]
             if args.augment:
                 step.ends, step.numbers, step.texts, kind = parse_steps(L.lm, step.action)
                 kinds[kind] += 1
@@ -847,7 +846,7 @@ def augment(L: Learner, episodes: list[list[Step]], traces: list[dict]) -> dict:
                 step.ends, step.numbers, step.texts = [len(step.action)], [""], [L.lm.decode(step.action).strip()]
             step.credits = [0.0] * len(step.ends)
         if args.augment:
-            begun = pool.begin(trace["task"])  # the task's own key steps; its hidden state is not looked at
+            begun = pool.begin(trace["task"])  # for the task's own key steps: the rollout's environments have moved on
             known = getattr(begun[0].env, "key_steps", list)() if begun else []
             fill_knowledge(L.lm, episode, known, (high - low) / 2)
             pool.free += [r.env for r in begun]
@@ -858,23 +857,22 @@ def augment(L: Learner, episodes: list[list[Step]], traces: list[dict]) -> dict:
             } | {"steps/per_turn": float(np.mean([len(s.ends) for s in steps]))}  # fmt: skip
 
 
-def give_credit(L: Learner, version: int, progress: float) -> dict:
-    """Fit the evaluator to the buffer, let κ follow its held-out error, give every step in the buffer its credit."""
-    args, p, ring, evaluator = L.args, L.p, L.replay.steps, L.evaluator
-    kept = [s for s in ring if not s.held]
-    chunks = minibatches(kept, 32, args.evaluator_passes, args.seed, "evaluator", version) if kept else []
-    losses = [evaluator.update(chunk, progress) for chunk in chunks]
-    row = {"evaluator/loss": float(np.mean(losses or [0.0]))}
-    if (errors := evaluator.errors(ring)) is not None:
-        row |= {"evaluator/mse_val": errors[0], "evaluator/mse_constant": errors[1]}
-        p.kappa = anneal(p.kappa, *errors)
-    fill_credits(evaluator, ring, p.kappa, args.hierarchical)
-    thoughts = [s for s in L.replay.iterations[-1] if len(s.ends) > 1]
+def give_credit(L: Learner, steps: list[Step]) -> dict:
+    """Let κ follow the evaluator's error on new episodes and give their steps credit; both as metrics.
+
+    It has not seen these episodes: fitted to them first, it would hand their noise to the policy as credit.
+    """
+    p, past, row = L.p, L.replay.steps, {}
+    if past:
+        error, constant = L.evaluator.errors(steps, past)
+        row = {"evaluator/mse_val": error, "evaluator/mse_constant": constant}
+        p.kappa = anneal(p.kappa, error, constant)
+    fill_credits(L.evaluator, steps, p.kappa, L.args.hierarchical)
+    thoughts = [s for s in steps if len(s.ends) > 1]
     for j in range(min(6, max((len(s.ends) - 1 for s in thoughts), default=0))):
         row[f"credit/step_{j + 1}"] = float(np.mean([s.credits[j] for s in thoughts if len(s.ends) > j + 1]))
-    if thoughts:
-        row["credit/mean"] = float(np.mean([c for s in thoughts for c in s.credits[:-1]]))
-        row["credit/knowledge"] = float(np.mean([k for s in thoughts for k in s.knowledge[:-1]]))
+    for name in ("credits", "knowledge") if thoughts else ():
+        row[f"credit/mean_{name}"] = float(np.mean([x for s in thoughts for x in getattr(s, name)[:-1]]))
     return row | {"evaluator/kappa": p.kappa}
 
 
@@ -882,22 +880,6 @@ def anneal(kappa: float, error: float, constant: float) -> float:
     """κ of (4): falls by the factor by which the held-out error beats the constant's, never rises; 0 below 0.01."""
     kappa *= min(1.0, error / constant) if constant > 0 else 1.0
     return kappa if kappa >= 0.01 else 0.0
-
-
-def roll_back(L: Learner, success: float):
-    """Keep the best validated weights; restore them, with half the policy rate, when success stays far below (4.2)."""
-    args, p = L.args, L.p
-    if success >= p.best:
-        p.best, p.below = success, 0
-        L.save("best")
-        return
-    p.below = p.below + 1 if success < p.best - args.rollback_drop else 0
-    if p.below >= 2:
-        scale = L.policy.scale / 2
-        L.restore("best", weights_only=True)
-        L.policy.scale, p.below, p.rollbacks = scale, 0, p.rollbacks + 1
-        stayed = f"success {success:.2f} stayed below {p.best:.2f}"
-        tqdm.write(f"rollback: {stayed}; best weights restored, policy rate halved")
 
 
 def finish(L: Learner):
@@ -991,14 +973,14 @@ def main(argv=None) -> int:
         if version == 1:
             p.score_constant = float(np.mean(L.scorer.to_score([s.ret for s in steps])))
         mse_val, mse_constant = score_error(L.scorer, steps, p.score_constant)
+        credit = give_credit(L, steps) if args.augment else {}
         L.replay.add(steps)
-        credit = give_credit(L, version, progress) if args.augment else {}
         clock.lap("augment")
 
         # ---- ADVANTAGE: over micro-steps; reward of a thought its credit, of an action the environment's
         advantages = fill_advantages(steps, args)
 
-        # ---- UPDATE: PPO with imitation, then the critic
+        # ---- UPDATE: PPO with imitation, then critic and evaluator for the next iteration
         logs = {}
         if version > args.critic_iters:
             logs = update_policy(lm, L.policy, L.replay, version, args, progress, stop)
@@ -1006,6 +988,9 @@ def main(argv=None) -> int:
         chunks = minibatches(steps, args.minibatch, args.critic_passes, args.seed, "critic", version)
         mse_train = float(np.mean([L.scorer.update(chunk, progress) for chunk in chunks]))
         clock.lap("critic")
+        chunks = minibatches(L.replay.steps, 32, args.evaluator_passes, args.seed, "evaluator", version)
+        fitted = [L.evaluator.update(chunk, progress) for chunk in (chunks if args.augment else ())]
+        clock.lap("evaluator")
         if stop:
             break
 
@@ -1016,10 +1001,13 @@ def main(argv=None) -> int:
         row = iteration_row(episodes, stats, advantages) | logs | shares | credit
         row |= {"policy/lr": L.policy.rate(progress), "policy/skipped_steps": L.policy.skipped,
                 "score/mse_train": mse_train, "score/mse_val": mse_val, "score/mse_constant": mse_constant,
+                "evaluator/loss": float(np.mean(fitted or [0.0])),
                 "perf/env_steps_per_s": len(steps) / clock.laps["collect"]}  # fmt: skip
         if version % args.eval_every == 0 or p.env_steps >= args.total_env_steps:
             row |= validate(L)
-            roll_back(L, row["eval/success"])
+            if row["eval/success"] >= p.best:
+                p.best = row["eval/success"]
+                L.save("best")
             clock.lap("eval")
         L.log(row | {f"time/{k}": v for k, v in clock.laps.items()})
         success, kl = row["train/success"], row.get("policy/approx_kl", 0.0)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from dataclasses import fields
 
 import numpy as np
@@ -128,7 +127,9 @@ ANSWERS = {  # text: (kind, numbers, texts)
     "<think>": ("cut_off", ["1"], [""]),
     "1. see</think> go": ("think", ["1", ""], ["see", "go"]),
     "<think>1. a</think>": ("think", ["1", ""], ["a", ""]),
-    "<think>1. a</think> b </think> c": ("think", ["1", ""], ["a", "b c"]),
+    "<think>1. a</think> b </think> c": ("think", ["1", ""], ["a b", "c"]),
+    "< THINK >1. a 2. b</ Thinking > c": ("think", ["1", "2", ""], ["a", "b", "c"]),
+    "</think> x <think>1. a": ("unnumbered", [""], ["x 1. a"]),
     "go": ("whole", [""], ["go"]),
     "прошу перезапустить сервис": ("whole", [""], ["прошу перезапустить сервис"]),
     "": ("empty", [""], [""]),
@@ -212,7 +213,7 @@ def test_split_answer_starts_at_zero_and_is_increasing():
     for text in ANSWERS:
         marks, _ = split_answer(text)
         starts = [start for start, _ in marks]
-        assert starts[0] == 0 and starts == sorted(set(starts))
+        assert starts[0] == 0 and starts == sorted(starts) and starts[-1] <= len(text)
 
 
 # ---------------------------------------------------------------------------------------------------- evaluator, credit
@@ -230,7 +231,18 @@ def with_embeds(lengths, size=128, seed=0, **more):
 
 
 def evaluator_of(lm, bounds=(-0.5, 1.0), **args):
-    return StepEvaluator(lm, bounds, Args(**args))
+    """With a random output layer: a fresh one predicts 0 everywhere."""
+    evaluator = StepEvaluator(lm, bounds, Args(**args))
+    with torch.no_grad():
+        evaluator.optimizer.master["out.weight"].normal_(std=0.1, generator=torch.Generator().manual_seed(2))
+    evaluator.optimizer.publish()
+    return evaluator
+
+
+@pytest.mark.parametrize("credit", ["difference", "counterfactual", "inverse"])
+def test_a_fresh_evaluator_gives_no_credit(tiny, credit):
+    evaluator = StepEvaluator(tiny, (-0.5, 1.0), Args(credit=credit))
+    assert all((c == 0).all() for c in evaluator.credits(with_embeds([1, 3])))
 
 
 def test_difference_credit_telescopes_exactly(tiny):
@@ -307,19 +319,18 @@ def test_evaluator_learns_which_step_matters_and_beats_the_constant(tiny):
     rng = np.random.default_rng(0)
     base = torch.randn(4, 128, generator=torch.Generator().manual_seed(9))
     steps = with_embeds([3] * 240)
-    for i, step in enumerate(steps):
+    for step in steps:
         good = bool(rng.integers(2))
         step.embeds = base + 0.1 * step.embeds
         step.embeds[2] = base[2] * (1 if good else -1)
-        step.ret, step.success, step.held = (1.0 if good else -0.5), good, i % 5 == 4
+        step.ret, step.success = (1.0 if good else -0.5), good
+    kept, held = ([s for i, s in enumerate(steps) if (i % 5 == 4) == side] for side in (False, True))
     for credit in ("difference", "counterfactual", "inverse"):
         evaluator = evaluator_of(tiny, credit=credit, evaluator_lr=3e-3)
-        kept = [s for s in steps if not s.held]
         for chunk in slea_rl.minibatches(kept, 32, 12, "test"):
             evaluator.update(chunk, 0.0)
-        error, constant = evaluator.errors(steps)
+        error, constant = evaluator.errors(held, kept)
         assert constant == pytest.approx(1.0, abs=0.05) and error < 0.7 * constant  # places 0 and 1 cannot know
-        held = [s for s in steps if s.held]
         credits = np.array(evaluator.credits(held))  # (48, 3)
         sign = np.array([1 if s.success else -1 for s in held])
         assert (credits[:, 1] * sign > 0.3).all(), credit
@@ -327,13 +338,12 @@ def test_evaluator_learns_which_step_matters_and_beats_the_constant(tiny):
 
 
 def test_errors_by_hand():
-    steps = [Step([1], torch.zeros(0), [1], ret=r, held=h) for r, h in ((1.0, False), (-0.5, False), (0.25, True))]
-    for step, value in zip(steps, (0.0, 0.0, 0.5), strict=True):
-        step.embeds = torch.tensor([[value, 0.0], [0.25, 0.0]])
-    table = Table("difference")
-    # held: target 0, f = 0.5 and 0.75; the others' targets 1 and -1 have mean 0
-    assert table.errors(steps) == pytest.approx(((0.25 + 0.5625) / 2, 0.0))
-    assert table.errors(steps[:2]) is None and table.errors(steps[2:]) is None
+    past = [Step([1], torch.zeros(0), [1], ret=r) for r in (1.0, 0.25)]  # targets 1 and 0: constant 0.5
+    new = [Step([1], torch.zeros(0), [1], ret=0.25), Step([1], torch.zeros(0), [1], ret=1.0)]
+    new[0].embeds = torch.tensor([[0.5, 0.0], [0.25, 0.0], [0.25, 0.0]])  # target 0, f = 0.5, 0.75, 1
+    new[1].embeds = torch.tensor([[0.5, 0.0], [0.5, 0.0]])  # target 1, f = 0.5, 1
+    error, constant = Table("difference").errors(new, past)
+    assert error == pytest.approx((0.25 + 0.5625 + 1 + 0.25 + 0) / 5) and constant == pytest.approx(0.25)
 
 
 def test_kappa_anneals():
@@ -394,6 +404,9 @@ def test_knowledge_is_paid_once_to_the_step_that_took_it(tiny):
     assert steps[0].knowledge == pytest.approx([0.1, 0.0, 0.1])  # 0.8 * 1 / 8; the repetition earns nothing
     assert steps[1].knowledge == pytest.approx([0.0, 0.0, 0.2])  # "slow" stands in the state already
     assert steps[2].knowledge == [0.0]
+    steps[1].texts = ["get the log", "get the log now", "get the log again"]
+    slea_rl.fill_knowledge(tiny, steps, [(r"Action: get the log", 1.0)], 0.8)
+    assert steps[0].knowledge == [0.8, 0.0, 0.0] and steps[1].knowledge == [0.0, 0.8, 0.0]  # other words, once a turn
     slea_rl.fill_knowledge(tiny, steps, [], 0.8)
     assert steps[0].knowledge == [0.0, 0.0, 0.0]
 
@@ -672,7 +685,7 @@ def test_buffer_keeps_the_last_iterations():
 def test_a_turn_survives_the_checkpoint_bit_for_bit(fresh, tmp_path):
     steps = prepared(fresh, Args())
     slea_rl.embed(fresh, steps, Args())
-    steps[0].values, steps[1].knowledge, steps[2].held = [1 / 3, 0.1, -1e-17], [2 / 3], True
+    steps[0].values, steps[1].knowledge, steps[2].success = [1 / 3, 0.1, -1e-17], [2 / 3], True
     tensors, rows = common.pack_steps(steps)
     common.save_checkpoint(tmp_path / "ring", tensors, {"rows": rows})
     tensors, state = common.load_checkpoint(tmp_path / "ring")
@@ -794,13 +807,14 @@ def test_run_folder_report_and_metrics(finished):
         policy/approx_kl policy/ref_kl policy/entropy policy/clip_frac policy/first_ratio_dev policy/sampler_gap
         policy/grad_norm adv/mean adv/std score/mse_train score/mse_val rollout/invalid_rate rollout/truncated_frac
         rollout/cut_frac perf/env_steps_per_s perf/update_tokens_per_s perf/peak_rss_mb evaluator/mse_val
-        evaluator/mse_constant evaluator/kappa credit/mean credit/step_1 steps/think steps/per_turn""".split()
+        evaluator/mse_constant evaluator/kappa credit/mean_credits credit/step_1 steps/think steps/per_turn""".split()
     assert set(wanted) <= names, set(wanted) - names
     assert rows[0]["env_steps"] == 0 and "eval/success" in rows[0]
     looped = [r for r in rows if "evaluator/kappa" in r]
-    assert len(looped) >= 4 and all(r["stage"] == "slea" and r["evaluator/mse_val"] is not None for r in looped)
-    kappas = [1.0, *(r["evaluator/kappa"] for r in looped)]
-    for (before, now), row in zip(zip(kappas, kappas[1:], strict=False), looped, strict=True):
+    assert len(looped) >= 4 and all(r["stage"] == "slea" and r["evaluator/mse_val"] is not None for r in looped[1:])
+    kappas = [r["evaluator/kappa"] for r in looped]
+    assert kappas[0] == 1.0 and "evaluator/mse_val" not in looped[0]  # nothing was seen before
+    for (before, now), row in zip(zip(kappas, kappas[1:], strict=False), looped[1:], strict=True):
         assert now == slea_rl.anneal(before, row["evaluator/mse_val"], row["evaluator/mse_constant"])
     updated = [r for r in looped if "policy/first_ratio_dev" in r]
     assert len(updated) == len(looped) - 1  # the first iteration trains critic and evaluator alone
@@ -901,11 +915,11 @@ def test_help_names_every_field(tmp_path):
 
 
 SHARED = """token_logprobs fill_logprobs rollout demonstrated demonstrations compute_gae fill_returns normalise ppo_loss
-    evaluate clone epoch score_error test validate warm_up roll_back iteration_row""".split()
+    evaluate clone epoch score_error test validate warm_up iteration_row""".split()
 
 
 def test_repeated_functions_are_the_same_in_both_files():
-    trees = [{n.name: ast.dump(n) for n in ast.parse((ROOT / f).read_text()).body if hasattr(n, "name")}
+    trees = [{n.name: ast.dump(n) for n in ast.parse((ROOT / f).read_text(encoding="utf-8")).body if hasattr(n, "name")}
              for f in ("threespo.py", "slea_rl.py")]  # fmt: skip
     assert [name for name in SHARED if trees[0][name] != trees[1][name]] == []
 
@@ -927,5 +941,5 @@ def test_environment_errors_in_the_knowledge_base_cost_nothing(tiny, monkeypatch
     shares = slea_rl.augment(learner, [[s] for s in steps], traces)
     assert steps[0].knowledge == pytest.approx([0.75 / 4, 0.75 * 3 / 4, 0.0]) and steps[1].knowledge == [0.0] * 3
     assert shares["steps/think"] == 1.0 and shares["steps/per_turn"] == 3.0
-    assert [s.held for s in steps] == [False, False] and Counter(s.success for s in steps)[True] == 2
+    assert [s.success for s in steps] == [True, True]
     assert "no such task" in capsys.readouterr().err

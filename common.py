@@ -123,9 +123,10 @@ LIMITS = {  # (lowest, highest) value of a flag a run can use
     (1, math.inf): "total_env_steps eval_every eval_episodes val_episodes demos warmup_epochs episodes_per_iter "
                    "minibatch warmup_minibatch score_minibatch pairs rm_minibatch rm_every rm_memory",
     (0, math.inf): "target_kl score_episodes random_episodes score_epochs score_passes policy_passes kl_coef ent_coef "
-                   "score_entropy value_passes rm_passes rm_decay smoothness turn_coef kappa curiosity",
+                   "score_entropy value_passes rm_passes rm_decay smoothness turn_coef kappa curiosity "
+                   "evaluator_passes critic_passes critic_iters imitation",
     (0, 1): "gamma gae_lambda policy_lr score_lr warmup_lr demo_noise priority_alpha priority_beta rollback_drop "
-            "value_lr rm_lr pos_frac augment lam",
+            "value_lr rm_lr pos_frac augment lam critic_lr evaluator_lr imitation_quantile neg_scale",
     (0, 0.5): "tie_margin", (0, 0.9): "rm_dropout", (1, 32): "rm_ensemble votes", (0.01, 3600): "teacher_timeout",
     (16, math.inf): "micro_tokens",
     (1e-6, math.inf): "adv_clip reward_clip", (1e-3, 10): "temperature", (1e-6, 1): "clip_eps",
@@ -1773,6 +1774,60 @@ def decomposition_table(table: dict) -> list[str]:
              "|---|---|---|"]  # fmt: skip
     show = lambda x: "n/a" if x is None else f"{x:.3f}"  # noqa: E731
     return lines + [f"| {k} | {show(v['accuracy'])} | {show(v['progress_corr'])} |" for k, v in table.items()]
+
+
+def mask_names(text: str) -> str:
+    """A step's pattern: quoted words, numbers and names (capitalised words behind the first) are masked."""
+    text = re.sub(r'"[^"]*"', '"…"', " ".join(text.split()))
+    text = re.sub(r"[\w-]*\d[\w.:-]*", "#", text)
+    return re.sub(r"(?<=[\w,;:#…\"] )[A-Z][\w'-]*(?: [A-Z][\w'-]*)*", "NAME", text)
+
+
+def step_report(turns: list) -> dict[str, list[str]]:
+    """Markdown sections on what SLEA-RL's buffer holds: step patterns, best and worst, a failed episode (article 5).
+
+    turns: whole episodes laid end to end, each turn with texts, numbers, credits (m,), success, reward and done.
+    """
+    patterns: dict[str, list] = {}
+    for turn in turns:
+        for text, credit in list(zip(turn.texts, turn.credits, strict=True))[:-1]:  # an action's reward is no credit
+            patterns.setdefault(mask_names(text), []).append((credit, turn.success))
+    if not patterns:
+        return {"Steps": ["No answer in the buffer had a thought before its action."]}
+    rows = [(name, len(v), *(float(np.mean(x)) for x in zip(*v, strict=True))) for name, v in patterns.items()]
+    head = ["| step | count | mean credit | success |", "|---|---|---|---|"]
+
+    def table(chosen):
+        return [*head, *(f"| {md(n, 160)} | {count} | {c:+.3f} | {100 * s:.0f}% |" for n, count, c, s in chosen)]
+
+    often = sorted(rows, key=lambda r: (-r[1], r[0]))[:20]
+    usual = [r for r in rows if r[1] >= 3] or rows  # a step seen once or twice says little
+    best, worst = (sorted(usual, key=lambda r: (sign * r[2], r[0]))[:10] for sign in (-1, 1))
+    sections = {"Most frequent steps": table(often), "Ten best steps": table(best), "Ten worst steps": table(worst)}
+    return sections | failed_episode(turns)
+
+
+def failed_episode(turns: list) -> dict[str, list[str]]:
+    """Of the failed episodes the one with the lowest credit of a step, that step marked; {} without one."""
+    episodes, start = [], 0
+    for end, turn in enumerate(turns, 1):
+        if turn.done:
+            episodes.append(turns[start:end])
+            start = end
+    failed = [e for e in episodes if not e[0].success and any(len(t.credits) > 1 for t in e)]
+    if not failed:
+        return {}
+    worst = lambda e: min(c for t in e for c in t.credits[:-1])  # noqa: E731
+    episode = min(failed, key=worst)
+    lines, marked = ["| turn | step | text | credit | |", "|---|---|---|---|---|"], False
+    for number, turn in enumerate(episode):
+        for j, (text, credit) in enumerate(zip(turn.texts, turn.credits, strict=True)):
+            last = j == len(turn.texts) - 1
+            mark = "" if last or marked or credit > worst(episode) else "**this step failed it**"
+            marked = marked or bool(mark)
+            shown = f"reward {turn.reward:+.2f}" if last else f"{credit:+.3f}"
+            lines.append(f"| {number} | {'action' if last else turn.numbers[j]} | {md(text, 200)} | {shown} | {mark} |")
+    return {"A failed episode": lines}
 
 
 def wilson(successes: int, n: int) -> list[float]:

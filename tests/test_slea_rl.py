@@ -914,7 +914,7 @@ def test_help_names_every_field(tmp_path):
         assert f"--{field.name}" in done.stdout
 
 
-SHARED = """token_logprobs fill_logprobs rollout demonstrated demonstrations compute_gae fill_returns normalise ppo_loss
+SHARED = """token_logprobs fill_logprobs rollout compute_gae fill_returns normalise ppo_loss
     evaluate clone epoch score_error test validate warm_up iteration_row""".split()
 
 

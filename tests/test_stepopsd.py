@@ -27,9 +27,9 @@ from stepopsd import Args, Progress, RewardModel, RewardNet, Step, decompose, pr
 
 ADAPTERS = ("policy", "value", "ref")
 HOWS = ("attention", "gradient", "td", "label", "uniform")
-COPIED = """last_hidden fill_values token_logprobs fill_logprobs Replay rollout demonstrated demonstrations compute_gae
+COPIED = """last_hidden fill_values token_logprobs fill_logprobs Replay rollout compute_gae
     fill_returns fill_advantages normalise ppo_loss update_policy evaluate clone epoch score_error validate warm_up
-    roll_back""".split()
+    """.split()
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +331,7 @@ def test_embedding_is_the_mean_over_tokens(tiny):
 def test_embeddings_of_sampled_steps_equal_those_of_their_texts(tiny):
     obs, action = "Goal: reach\nAction:", "up"
     ids = tiny.encode(obs)
-    (out,) = stepopsd.demonstrated(tiny, [ids], [action])
+    (out,) = common.demonstrated(tiny, [ids], [action])
     step = Step(ids, out["trunk"], out["ids"], obs=obs, text=action)
     one, two = common.Embeddings(tiny, 4096, 8), common.Embeddings(tiny, 4096, 8)
     one.add([(obs, action)])

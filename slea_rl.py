@@ -651,7 +651,7 @@ def update_policy(lm: LM, optimizer: Optimizer, buffer: Buffer, version: int, ar
     """
     steps, beta, rng = buffer.iterations[-1], args.imitation * (1 - progress), rng_for(args.seed, "imitate", version)
     best = buffer.best() if beta > 0 else []
-    logs, start, useful = [], time.perf_counter(), 0
+    logs, start, useful, stopped = [], time.perf_counter(), 0, False
     for chunk in minibatches(steps, args.minibatch, args.policy_passes, args.seed, "policy", version):
         tokens = sum(len(s.action) for s in chunk)
         sums = Counter()
@@ -670,8 +670,9 @@ def update_policy(lm: LM, optimizer: Optimizer, buffer: Buffer, version: int, ar
                 useful += sum(len(s.trunk) for s in part)
             row = {k: v / tokens for k, v in sums.items()}
             logs.append(row)
-            if row["approx_kl"] > args.target_kl:
+            if np.mean([r["approx_kl"] for r in logs[-4:]]) > args.target_kl:  # one minibatch alone is too noisy
                 optimizer.zero_grad()
+                stopped = True
                 break
             if best:
                 some = rng.choice(len(best), size=min(len(best), args.minibatch), replace=False)
@@ -683,7 +684,7 @@ def update_policy(lm: LM, optimizer: Optimizer, buffer: Buffer, version: int, ar
     means = {k: float(np.mean([r[k] for r in logs if k in r] or [0.0])) for k in (*names, "imitation_nll", "grad_norm")}
     return {**{f"policy/{k}": v for k, v in means.items()},
             "policy/first_ratio_dev": logs[0]["ratio_dev"], "policy/minibatches": len(logs),
-            "policy/stopped": int(logs[-1]["approx_kl"] > args.target_kl),
+            "policy/stopped": int(stopped),
             "perf/update_tokens_per_s": useful / seconds}  # fmt: skip
 
 

@@ -764,7 +764,7 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
     rng = rng_for(args.seed, "policy", version)
     beta = args.priority_beta + (1 - args.priority_beta) * progress
     batch, weights = replay.sample(rng, steps, max(1, round(args.policy_passes * fresh)), beta)
-    logs, start, useful = [], time.perf_counter(), 0
+    logs, start, useful, stopped = [], time.perf_counter(), 0, False
     for first in range(0, len(batch), args.minibatch):
         chunk, w = batch[first : first + args.minibatch], weights[first : first + args.minibatch]
         tokens = sum(len(s.action) for s in chunk)
@@ -793,8 +793,9 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
         row = {k: v / tokens for k, v in sums.items()}
         row |= dict(approx_kl=kl / max(kl_tokens, 1), ratio_dev=dev / max(kl_tokens, 1))
         logs.append(row)
-        if row["approx_kl"] > args.target_kl:
+        if np.mean([r["approx_kl"] for r in logs[-4:]]) > args.target_kl:  # one minibatch alone is too noisy
             optimizer.zero_grad()
+            stopped = True
             break
         row["grad_norm"] = optimizer.step(progress) or 0.0
         if stop:
@@ -803,7 +804,7 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
     return {**{f"policy/{k}": float(np.mean([r[k] for r in logs])) for k in names},
             "policy/grad_norm": float(np.mean([r["grad_norm"] for r in logs if "grad_norm" in r] or [0.0])),
             "policy/first_ratio_dev": logs[0]["ratio_dev"], "policy/minibatches": len(logs),
-            "policy/stopped": int(logs[-1]["approx_kl"] > args.target_kl), "policy/old_frac": 1 - fresh / len(steps),
+            "policy/stopped": int(stopped), "policy/old_frac": 1 - fresh / len(steps),
             "perf/update_tokens_per_s": useful / seconds}  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """slea_rl.py: spans on odd outputs, credit, knowledge base, micro-step GAE, losses; whole runs, kill and resume."""
 
-import ast
 import json
 import math
 import os
@@ -912,16 +911,6 @@ def test_help_names_every_field(tmp_path):
     assert done.returncode == 0 and done.stderr == ""
     for field in fields(Args):
         assert f"--{field.name}" in done.stdout
-
-
-SHARED = """token_logprobs fill_logprobs rollout compute_gae fill_returns normalise ppo_loss
-    evaluate clone epoch score_error test validate warm_up iteration_row""".split()
-
-
-def test_repeated_functions_are_the_same_in_both_files():
-    trees = [{n.name: ast.dump(n) for n in ast.parse((ROOT / f).read_text(encoding="utf-8")).body if hasattr(n, "name")}
-             for f in ("threespo.py", "slea_rl.py")]  # fmt: skip
-    assert [name for name in SHARED if trees[0][name] != trees[1][name]] == []
 
 
 def test_environment_errors_in_the_knowledge_base_cost_nothing(tiny, monkeypatch, capsys):

@@ -1,6 +1,5 @@
 """stepopsd.py: labels, reward model, decompositions, the mixed reward, teachers that misbehave, whole runs, resume."""
 
-import ast
 import http.server
 import json
 import math
@@ -27,11 +26,6 @@ from stepopsd import Args, Progress, RewardModel, RewardNet, Step, decompose, pr
 
 ADAPTERS = ("policy", "value", "ref")
 HOWS = ("attention", "gradient", "td", "label", "uniform")
-COPIED = """last_hidden fill_values token_logprobs fill_logprobs Replay rollout compute_gae
-    fill_returns fill_advantages normalise ppo_loss update_policy evaluate clone epoch score_error validate warm_up
-    """.split()
-
-
 @pytest.fixture(scope="module")
 def tiny():
     lm = load_model("tiny", adapters=ADAPTERS, load_4bit=False, lora_rank=8)
@@ -69,18 +63,6 @@ def noise_embed(size=8):
 
 def hash_of(text):
     return int(common.text_key(text), 16) % 2**31
-
-
-def test_copied_functions_are_those_of_threespo():
-    def sources(name):
-        tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
-        return {n.name: ast.dump(n) for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-
-    ours, theirs = sources("stepopsd.py"), sources("threespo.py")
-    assert [n for n in COPIED if ours[n] != theirs[n]] == []
-
-
-# ------------------------------------------------------------------------------------------- reward model by hand
 
 
 def fake_net(total, q, attention):

@@ -811,7 +811,7 @@ class Optimizer:
     moments need as many), times a cosine of the stage's progress (0 to 1) that ends at a tenth.
     """
 
-    def __init__(self, params: dict, lr: float, warmup: int = 8, weight_decay: float = 0.0,
+    def __init__(self, params: dict, lr: float, warmup: int = 4, weight_decay: float = 0.0,
                  max_grad_norm: float = 1.0):  # fmt: skip
         self.params, self.lr, self.warmup, self.max_grad_norm = params, lr, warmup, max_grad_norm
         self.master = {k: p.detach().to(torch.float32).clone().requires_grad_() for k, p in params.items()}

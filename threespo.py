@@ -55,11 +55,11 @@ class Args:
     eval_only: str = ""  # evaluate the best checkpoint of this run folder on the test tasks and stop
     algo: Literal["3spo", "ppo", "bc"] = "3spo"  # ppo: no score pre-training, no replay; bc: stop after the warm-up
     preset: Literal["default", "quick"] = "default"  # quick: every stage with small numbers, to see the machinery
-    total_env_steps: int = 1500  # environment steps of the stages score and 3spo together
+    total_env_steps: int = 1700  # environment steps of the stages score and 3spo together
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks
     eval_episodes: int = 100  # held-out test tasks after each stage
-    val_episodes: int = 32  # validation tasks (rollback and choice of the best checkpoint)
+    val_episodes: int = 48  # validation tasks (rollback and choice of the best checkpoint)
     load_4bit: bool = True  # NF4 4-bit base (product default; off for tiny unless given)
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype (auto: float32 for tiny, else bfloat16)
     lora_rank: int = 16  # rank of each adapter
@@ -69,16 +69,16 @@ class Args:
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # optional tracker beside metrics.jsonl
     overwrite: bool = False  # replace an existing run folder
     micro_tokens: int = 1024  # tokens a forward pass (memory; does not change the result)
-    demos: int = 150  # expert episodes cloned in the warm-up (4.2 A)
+    demos: int = 50  # expert episodes cloned in the warm-up (4.2 A)
     demo_noise: float = 0.15  # chance that another action is carried out than the one demonstrated
-    warmup_epochs: int = 2  # passes over the demonstrations
+    warmup_epochs: int = 3  # passes over the demonstrations
     warmup_lr: float = 2e-3  # learning rate of cloning (its own cosine)
     warmup_minibatch: int = 12  # steps a cloning update (small: the number of updates matters more than their noise)
-    score_episodes: int = 40  # episodes of the warmed policy that pre-train the score (4.2 B)
+    score_episodes: int = 48  # episodes of the warmed policy that pre-train the score (4.2 B)
     random_episodes: int = 10  # episodes of random legal actions beside them
-    score_minibatch: int = 12  # steps a score update in the pre-training
+    score_minibatch: int = 16  # steps a score update
     score_epochs: int = 2  # most passes of score pre-training; stops when the held-out error rises
-    score_lr: float = 1e-3  # learning rate of the score adapter and head (4.3)
+    score_lr: float = 6e-4  # learning rate of the score adapter and head (4.3)
     scorer: Literal["model", "prompt"] = "model"  # prompt: zero-shot rating by the base model, for comparison (3.2)
     score_loss: Literal["mse", "hlgauss"] = "mse"  # squared error of the mean, or histogram cross-entropy
     score_entropy: float = 0.003  # β_H of (3), against over-confident scores (4.3)
@@ -86,11 +86,11 @@ class Args:
     gamma: float = 0.95  # discount (4.3)
     gae_lambda: float = 0.5  # λ of (4): 0 score difference, 1 return minus score
     adv_clip: float = 1.0  # advantages are normalised, then clipped to this (4.3)
-    neg_scale: float = 0.3  # negative ones are then multiplied by this: many failed steps must not drown the good ones
-    episodes_per_iter: int = 40  # episodes collected an iteration
-    policy_lr: float = 1.5e-4  # learning rate of the policy adapter in stage 3spo
-    policy_passes: float = 2.0  # policy updates an iteration, in units of the fresh steps
-    minibatch: int = 24  # steps a policy or score update
+    neg_scale: float = 0.5  # negative ones are then multiplied by this: many failed steps must not drown the good ones
+    episodes_per_iter: int = 48  # episodes collected an iteration
+    policy_lr: float = 4e-4  # learning rate of the policy adapter in stage 3spo
+    policy_passes: float = 3.0  # policy updates an iteration, in units of the fresh steps
+    minibatch: int = 96  # steps a policy update (few and large: the gradient of so few episodes is mostly noise)
     clip_eps: float = 0.2  # ε of (5)
     kl_coef: float = 0.01  # weight of k3(π || π_ref)
     ent_coef: float = 0.001  # weight of the entropy bonus
@@ -103,11 +103,11 @@ class Args:
 
 
 TUNED = {  # defaults that depend on another flag; a flag given by hand always wins
-    ("preset", "quick"): dict(total_env_steps=350, demos=40, warmup_epochs=2, score_episodes=16, random_episodes=8,
+    ("preset", "quick"): dict(total_env_steps=350, demos=24, warmup_epochs=3, score_episodes=16, random_episodes=8,
                               score_epochs=1, episodes_per_iter=16, num_envs=24, val_episodes=8, eval_episodes=24),
     ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", warmup_lr=2e-3, score_lr=1e-3,
                             policy_lr=2e-4, micro_tokens=8192),
-    ("env", "gridworld"): dict(demos=450, warmup_epochs=3, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
+    ("env", "gridworld"): dict(demos=450, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
                                score_episodes=150, random_episodes=60, episodes_per_iter=80, num_envs=100, gamma=0.9,
                                score_minibatch=32, score_epochs=4),
     ("algo", "ppo"): dict(replay_iters=1, score_episodes=0, random_episodes=0, score_epochs=0),
@@ -762,8 +762,8 @@ def main(argv=None) -> int:
             beta = args.priority_beta + (1 - args.priority_beta) * progress
             size, rng = max(1, round(args.score_passes * len(steps))), rng_for(args.seed, "score", version)
             batch, weights = L.replay.sample(rng, ring, size, beta)
-            for first in range(0, len(batch), args.minibatch):
-                part = slice(first, first + args.minibatch)
+            for first in range(0, len(batch), args.score_minibatch):
+                part = slice(first, first + args.score_minibatch)
                 L.scorer.update(batch[part], weights[part], progress)
         p.score_constant = float(np.mean(L.scorer.to_score(np.array([s.ret for s in ring]))))
 

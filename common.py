@@ -122,7 +122,8 @@ def settle_args(args, tuned: dict) -> tuple[Path, bool]:
 
 LIMITS = {  # (lowest, highest) value of a flag a run can use
     (1, math.inf): "total_env_steps eval_every eval_episodes val_episodes demos warmup_epochs episodes_per_iter "
-                   "minibatch warmup_minibatch score_minibatch pairs rm_minibatch rm_every rm_memory",
+                   "minibatch warmup_minibatch score_minibatch pairs rm_minibatch rm_every rm_memory "
+                   "value_minibatch critic_minibatch",
     (0, math.inf): "target_kl score_episodes random_episodes score_epochs score_passes policy_passes kl_coef ent_coef "
                    "score_entropy value_passes rm_passes rm_decay smoothness turn_coef kappa curiosity "
                    "evaluator_passes critic_passes critic_iters imitation",

@@ -63,7 +63,7 @@ class Args:
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks
     eval_episodes: int = 100  # held-out test tasks after each stage
-    val_episodes: int = 32  # validation tasks (choice of the best checkpoint)
+    val_episodes: int = 48  # validation tasks (choice of the best checkpoint)
     load_4bit: bool = True  # NF4 4-bit base (product default; off for tiny unless given)
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype (auto: float32 for tiny, else bfloat16)
     lora_rank: int = 16  # rank of each adapter
@@ -73,9 +73,9 @@ class Args:
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # optional tracker beside metrics.jsonl
     overwrite: bool = False  # replace an existing run folder
     micro_tokens: int = 1024  # tokens a forward pass (memory; does not change the result)
-    demos: int = 100  # expert episodes cloned in the warm-up
+    demos: int = 60  # expert episodes cloned in the warm-up
     demo_noise: float = 0.15  # chance that another action is carried out than the one demonstrated
-    warmup_epochs: int = 2  # passes over the demonstrations
+    warmup_epochs: int = 3  # passes over the demonstrations
     warmup_lr: float = 2e-3  # learning rate of cloning (its own cosine)
     warmup_minibatch: int = 12  # turns a cloning update (small: the number of updates matters more than their noise)
     credit: Literal["difference", "counterfactual", "inverse"] = "difference"  # (3), article 2.2
@@ -86,15 +86,16 @@ class Args:
     imitation: float = 0.1  # β of (6) at the start, falls to 0 over the run (article 2.3)
     imitation_quantile: float = 0.2  # best share of the steps of successful episodes that is imitated
     critic_iters: int = 1  # first iterations that train critic and evaluator alone
-    critic_lr: float = 1e-3  # learning rate of the value adapter and head
+    critic_lr: float = 6e-4  # learning rate of the value adapter and head
+    critic_minibatch: int = 16  # turns a critic update
     critic_passes: float = 1.0  # passes of the critic over the fresh turns an iteration
     gamma: float = 0.95  # discount a turn
     gae_lambda: float = 0.95  # λ of (5), a micro-step
     adv_clip: float = 2.0  # advantages are normalised, then clipped to this
     episodes_per_iter: int = 40  # episodes collected an iteration
-    policy_lr: float = 1.5e-4  # learning rate of the policy adapter in stage slea
-    policy_passes: float = 2.0  # passes of the policy over the fresh turns an iteration
-    minibatch: int = 24  # turns a policy or critic update
+    policy_lr: float = 4e-4  # learning rate of the policy adapter in stage slea
+    policy_passes: float = 3.0  # passes of the policy over the fresh turns an iteration
+    minibatch: int = 96  # turns a policy update (few and large: the gradient of so few episodes is mostly noise)
     clip_eps: float = 0.2  # ε of (6)
     kl_coef: float = 0.01  # weight of k3(π || π_ref)
     ent_coef: float = 0.001  # weight of the entropy bonus
@@ -108,7 +109,7 @@ TUNED = {  # defaults that depend on another flag; a flag given by hand always w
                               eval_episodes=24),
     ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", critic_lr=1e-3, policy_lr=2e-4,
                             micro_tokens=8192),
-    ("env", "gridworld"): dict(demos=450, warmup_epochs=3, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
+    ("env", "gridworld"): dict(demos=450, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
                                episodes_per_iter=80, num_envs=100, gamma=0.9),
     ("augment", False): dict(algo="no_augment", imitation=0.0),  # the name sets its runs apart in the pictures
 }  # fmt: skip
@@ -772,6 +773,8 @@ def warm_up(L: Learner):
     if not L.imitate(demos, lambda chunk, progress: clone(L, chunk, progress), L.args, L.stop):
         return
     L.lm.copy_adapter("policy", "ref")
+    L.lm.copy_adapter("policy", "value")  # the clone reads these states already: the value learns faster from there
+    L.scorer.optimizer.adopt()
     test(L, "warmup")
     L.policy.restart(L.args.policy_lr)
     L.p.stage, L.p.iteration = "bc" if L.args.algo == "bc" else "score", 0
@@ -936,7 +939,7 @@ def main(argv=None) -> int:
         if version > args.critic_iters:
             logs = update_policy(lm, L.policy, L.replay, version, args, progress, stop)
         clock.lap("policy")
-        chunks = minibatches(steps, args.minibatch, args.critic_passes, args.seed, "critic", version)
+        chunks = minibatches(steps, args.critic_minibatch, args.critic_passes, args.seed, "critic", version)
         mse_train = float(np.mean([L.scorer.update(chunk, progress) for chunk in chunks]))
         clock.lap("critic")
         chunks = minibatches(L.replay.steps, 32, args.evaluator_passes, args.seed, "evaluator", version)

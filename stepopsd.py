@@ -61,7 +61,7 @@ class Args:
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks
     eval_episodes: int = 100  # held-out test tasks after each stage
-    val_episodes: int = 32  # validation tasks (rollback and choice of the best checkpoint)
+    val_episodes: int = 48  # validation tasks (rollback and choice of the best checkpoint)
     load_4bit: bool = True  # NF4 4-bit base (product default; off for tiny unless given)
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype (auto: float32 for tiny, else bfloat16)
     lora_rank: int = 16  # rank of each adapter
@@ -71,9 +71,9 @@ class Args:
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # optional tracker beside metrics.jsonl
     overwrite: bool = False  # replace an existing run folder
     micro_tokens: int = 1024  # tokens a forward pass (memory; does not change the result)
-    demos: int = 150  # expert episodes cloned in the warm-up
+    demos: int = 60  # expert episodes cloned in the warm-up
     demo_noise: float = 0.15  # chance that another action is carried out than the one demonstrated
-    warmup_epochs: int = 2  # passes over the demonstrations
+    warmup_epochs: int = 3  # passes over the demonstrations
     warmup_lr: float = 2e-3  # learning rate of cloning (its own cosine)
     warmup_minibatch: int = 12  # steps a cloning update (small: the number of updates matters more than their noise)
     labeler: Literal["rule", "llm", "human", "model"] = "rule"  # env.judge, a teacher, you, the value model
@@ -104,15 +104,16 @@ class Args:
     reward_clip: float = 1.0  # step rewards are clipped to ± this
     lam: float = 0.3  # λ of (5); 0 is the baseline: terminal reward only, no labels
     curiosity: float = 0.0  # c of (5): bonus c/sqrt(visits of the state) (5.2)
-    value_lr: float = 1e-3  # learning rate of the value adapter and head
+    value_lr: float = 6e-4  # learning rate of the value adapter and head
+    value_minibatch: int = 16  # steps a value update
     value_passes: float = 1.0  # value updates an iteration, in units of the fresh steps
     gamma: float = 0.95  # discount
     gae_lambda: float = 0.9  # λ_gae of (6)
     adv_clip: float = 2.0  # advantages are normalised, then clipped to this
     episodes_per_iter: int = 40  # episodes collected an iteration
-    policy_lr: float = 1.5e-4  # learning rate of the policy adapter in stage stepopsd
-    policy_passes: float = 2.0  # policy updates an iteration, in units of the fresh steps
-    minibatch: int = 24  # steps a policy or value update
+    policy_lr: float = 4e-4  # learning rate of the policy adapter in stage stepopsd
+    policy_passes: float = 3.0  # policy updates an iteration, in units of the fresh steps
+    minibatch: int = 96  # steps a policy update (few and large: the gradient of so few episodes is mostly noise)
     clip_eps: float = 0.2  # ε of (7)
     kl_coef: float = 0.01  # weight of k3(π || π_ref)
     ent_coef: float = 0.001  # weight of the entropy bonus (5.2)
@@ -129,7 +130,7 @@ TUNED = {  # defaults that depend on another flag; a flag given by hand always w
                               val_episodes=8, eval_episodes=24, pairs=48),
     ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", warmup_lr=2e-3, value_lr=1e-3,
                             policy_lr=2e-4, micro_tokens=8192),
-    ("env", "gridworld"): dict(demos=450, warmup_epochs=3, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
+    ("env", "gridworld"): dict(demos=450, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
                                episodes_per_iter=80, num_envs=100, gamma=0.9),
 }  # fmt: skip
 
@@ -917,6 +918,8 @@ def warm_up(L: Learner):
     if not L.imitate(demos, lambda chunk, progress: clone(L, chunk, progress), L.args, L.stop):
         return
     L.lm.copy_adapter("policy", "ref")
+    L.lm.copy_adapter("policy", "value")  # the clone reads these states already: the value learns faster from there
+    L.value.optimizer.adopt()
     test(L, "warmup")
     L.policy.restart(L.args.policy_lr)
     L.p.stage, L.p.iteration = "bc" if L.args.algo == "bc" else "score", 0
@@ -1060,8 +1063,8 @@ def main(argv=None) -> int:
         mse_val, mse_constant = score_error(L.value, steps, float(np.mean([s.ret for s in ring])))
         size, rng, norms = max(1, round(args.value_passes * len(steps))), rng_for(args.seed, "value", version), []
         order = np.concatenate([rng.permutation(len(ring)) for _ in range(-(-size // len(ring)))])[:size]
-        for first in range(0, size, args.minibatch):
-            norms.append(L.value.update([ring[i] for i in order[first : first + args.minibatch]], progress))
+        for first in range(0, size, args.value_minibatch):
+            norms.append(L.value.update([ring[i] for i in order[first : first + args.value_minibatch]], progress))
         fill_values(L.value, ring)
         advantages = fill_advantages(ring, args)
         mse_train, _ = score_error(L.value, ring, 0.0)

@@ -1723,6 +1723,15 @@ def heat_maps(lm: LM, env, score, grids: int = 12) -> list[dict]:
     return maps
 
 
+def distance_report(run, maps: list[dict]) -> str:
+    """Keep the maps as heatmap.json; one line on how the score ranks the cells, printed and returned."""
+    write_atomic(run.folder / "heatmap.json", json.dumps(dict(grids=maps)))
+    rank = float(np.mean([m["rank_corr"] for m in maps]))
+    line = f"Rank correlation of the score with minus the true distance on {len(maps)} unseen grids: {rank:.3f}."
+    print(line)
+    return line
+
+
 def case_study(traces, count: int = 2) -> list[str]:
     """Markdown for a few successes and failures: state, action, S, δS, marked at jumps and traps (article 5.3)."""
     lines = []

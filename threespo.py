@@ -637,8 +637,8 @@ def pretrain_score(L: Learner):
     bar = tqdm(total=args.score_epochs, initial=p.iteration, desc="score: fit", unit="epoch", disable=not kept)
     while kept and held and p.iteration < args.score_epochs and not p.below and not L.stop:
         update = lambda chunk, progress: L.scorer.update(chunk, np.ones(len(chunk)), progress)  # noqa: E731
-        size, epochs = args.score_minibatch, args.score_epochs
-        loss = L.epoch(kept, update, size, epochs, args.seed, L.stop) if L.scorer.optimizer else 0.0
+        fit = (kept, update, args.score_minibatch, args.score_epochs, args.seed, L.stop)
+        loss = L.epoch(*fit) if L.scorer.optimizer else 0.0
         if L.stop:
             break
         p.iteration += 1
@@ -671,14 +671,10 @@ def finish(L: Learner):
         test(L, p.stage)
     final = p.tested.get(p.stage, p.tested["warmup"])
     sections = {"Case study": common.case_study(common.read_jsonl(L.run.folder / "episodes.jsonl"))}
-    if hasattr(make_env(args.env, seed=args.seed), "cells") and p.stage != "bc":
-        env = make_env(args.env, seed=args.seed, split="test")
-        maps = common.heat_maps(L.lm, env, lambda ids, trunks: L.scorer.score(list(map(Step, ids, trunks))))
-        common.write_atomic(L.run.folder / "heatmap.json", json.dumps(dict(grids=maps)))
-        rank = float(np.mean([m["rank_corr"] for m in maps]))
-        line = f"Rank correlation of S(s) with minus the true distance on {len(maps)} unseen grids: {rank:.3f}."
-        sections["Score and true distance"] = [line]
-        print(f"score against true distance on {len(maps)} unseen grids: rank correlation {rank:.3f}")
+    env = make_env(args.env, seed=args.seed, split="test")
+    if hasattr(env, "cells") and p.stage != "bc":
+        score = lambda ids, trunks: L.scorer.score(list(map(Step, ids, trunks)))  # noqa: E731
+        sections["Score and true distance"] = [common.distance_report(L.run, common.heat_maps(L.lm, env, score))]
     p.finished = True
     L.save()
     common.finish_run(L.run, args, p, final, sections)
@@ -698,8 +694,7 @@ def set_up(argv) -> Learner:
     kind = PromptScorer if args.scorer == "prompt" and args.algo == "3spo" else ScoreModel
     L = Learner(args, lm, kind(lm, env.return_bounds, args), run, stop)
     L.resume(args.eval_only, resumed)
-    low, high = env.return_bounds
-    print(f"returns in [{low:.2f}, {high:.2f}]; score head {lm.hidden_size} x {ScoreModel.K}")
+    print("returns in [{:.2f}, {:.2f}]".format(*env.return_bounds), f"score head {lm.hidden_size} x {ScoreModel.K}")
     return L
 
 
@@ -733,9 +728,8 @@ def main(argv=None) -> int:
         pretrain_score(L)
     bar = tqdm(total=args.total_env_steps, initial=p.env_steps, desc=args.algo, unit="step", disable=args.algo == "bc")
     while args.algo != "bc" and p.env_steps < args.total_env_steps and not stop:
-        done, clock = p.env_steps - p.stage_start, common.Stopwatch()
-        progress = done / (args.total_env_steps - p.stage_start)  # of this stage, for the schedules
-        version = p.iteration + 1
+        version, clock = p.iteration + 1, common.Stopwatch()
+        progress = (p.env_steps - p.stage_start) / (args.total_env_steps - p.stage_start)  # of this stage
 
         # ---- COLLECT: episodes of the current policy on training tasks it has not seen
         tasks = range(p.episodes, p.episodes + args.episodes_per_iter)
@@ -791,8 +785,7 @@ def main(argv=None) -> int:
             L.roll_back(row["eval/success"], args.rollback_drop)
             clock.lap("eval")
         L.log(row | {f"time/{k}": v for k, v in clock.laps.items()})
-        success, kl = row["train/success"], row["policy/approx_kl"]
-        bar.set_postfix(success=f"{success:.2f}", kl=f"{kl:.3f}", mse=f"{mse_val:.3f}")
+        bar.set_postfix(success=f"{row['train/success']:.2f}", kl=f"{row['policy/approx_kl']:.3f}", mse=f"{mse_val:.3f}")
         bar.update(len(steps))
         L.save()
     bar.close()

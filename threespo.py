@@ -669,7 +669,6 @@ def finish(L: Learner):
     if p.stage != "bc":
         L.restore("best", weights_only=True)
         test(L, p.stage)
-    final = p.tested.get(p.stage, p.tested["warmup"])
     sections = {"Case study": common.case_study(common.read_jsonl(L.run.folder / "episodes.jsonl"))}
     env = make_env(args.env, seed=args.seed, split="test")
     if hasattr(env, "cells") and p.stage != "bc":
@@ -677,7 +676,7 @@ def finish(L: Learner):
         sections["Score and true distance"] = [common.distance_report(L.run, common.heat_maps(L.lm, env, score))]
     p.finished = True
     L.save()
-    common.finish_run(L.run, args, p, final, sections)
+    common.finish_run(L.run, args, p, p.tested.get(p.stage, p.tested["warmup"]), sections)
 
 
 def set_up(argv) -> Learner:
@@ -785,7 +784,8 @@ def main(argv=None) -> int:
             L.roll_back(row["eval/success"], args.rollback_drop)
             clock.lap("eval")
         L.log(row | {f"time/{k}": v for k, v in clock.laps.items()})
-        bar.set_postfix(success=f"{row['train/success']:.2f}", kl=f"{row['policy/approx_kl']:.3f}", mse=f"{mse_val:.3f}")
+        shown = dict(success=row["train/success"], kl=row["policy/approx_kl"], mse=mse_val)
+        bar.set_postfix({k: f"{v:.3f}" for k, v in shown.items()})
         bar.update(len(steps))
         L.save()
     bar.close()

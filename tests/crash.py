@@ -1,0 +1,110 @@
+"""Kill runs at random moments and resume them: python tests/crash.py [NAME ...] [--kills 50] [--seed 0]
+
+NAME: threespo, stepopsd, slea_rl (left out: all three). A short run (tiny model, gridworld) is killed with SIGKILL at a
+random moment, again while it resumes with a chance of one in three, then resumed to its end and compared with a run that
+was never interrupted: every metric but the clock's, the test trajectories and all weights, bit for bit. Exits with 1 if
+any differ; such a run folder is kept.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+import common  # noqa: E402
+
+FLAGS = """--env gridworld --model tiny --demos 24 --warmup_epochs 2 --total_env_steps 260 --episodes_per_iter 6
+    --num_envs 8 --val_episodes 4 --eval_episodes 6 --lora_rank 8 --lora_layers 1 --eval_every 2 --minibatch 16""".split()
+MORE = {"threespo": "--score_episodes 6 --random_episodes 3 --score_epochs 2".split(),
+        "stepopsd": "--pairs 12 --rm_ensemble 2 --rm_passes 1 --segment_len 2-4".split(), "slea_rl": []}  # fmt: skip
+
+
+def start(name: str, *argv: str) -> subprocess.Popen:
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, str(ROOT / f"{name}.py"), *argv], cwd=ROOT, text=True, **quiet)
+
+
+def killed(process: subprocess.Popen, seconds: float) -> bool:
+    """Send SIGKILL after so long, if it still runs then."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+    process.communicate()
+    return process.returncode == -signal.SIGKILL
+
+
+def outcome(folder: Path) -> dict:
+    """What must not depend on interruptions."""
+    rows = common.read_jsonl(folder / "metrics.jsonl")
+    rows = [{k: v for k, v in r.items() if not k.startswith(("perf/", "time/"))} for r in rows]
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    kept = {k: summary[k] for k in ("env_steps", "episodes", "test")}
+    return dict(metrics=rows, episodes=common.read_jsonl(folder / "episodes.jsonl"), summary=kept)
+
+
+def differences(a: Path, b: Path) -> list[str]:
+    one, two = outcome(a), outcome(b)
+    found = [key for key in one if one[key] != two[key]]
+    for name in ("last", "best"):
+        left, right = (common.load_checkpoint(f / "checkpoints" / name)[0] for f in (a, b))
+        found += [f"{name}: {k}" for k in left if k not in right or not torch.equal(left[k], right[k])]
+    return found
+
+
+def interrupted(name: str, folder: Path, rng: random.Random, length: float) -> tuple[int, str]:
+    """A run with one kill or more, resumed to its end; returns (kills, error text)."""
+    kills = int(killed(start(name, *FLAGS, *MORE[name], "--out", str(folder)), rng.uniform(0.05, 1) * length))
+    while kills and rng.random() < 1 / 3:
+        kills += killed(start(name, "--resume", str(folder)), rng.uniform(0.05, 1) * length)
+    if not folder.exists():  # killed before it had begun
+        process = start(name, *FLAGS, *MORE[name], "--out", str(folder))
+    else:
+        process = start(name, "--resume", str(folder))
+    _, err = process.communicate()
+    return kills, "" if process.returncode == 0 else f"exit {process.returncode}: {err[-300:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(MORE), help="algorithms")
+    parser.add_argument("--kills", type=int, default=50, help="interrupted runs an algorithm")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    work, bad, done = Path(tempfile.mkdtemp(prefix="crash-")), 0, 0
+    for name in args.names:
+        begun, reference = time.time(), work / f"{name}-reference"
+        process = start(name, *FLAGS, *MORE[name], "--out", str(reference))
+        if process.wait() != 0:
+            raise SystemExit(f"{name}: the uninterrupted run failed\n{process.stderr.read()[-2000:]}")
+        length, rng = time.time() - begun, random.Random(f"{name}/{args.seed}")
+        print(f"{name}: an uninterrupted run takes {length:.0f} s", flush=True)
+        for number in range(args.kills):
+            folder = work / f"{name}-{number}"
+            kills, error = interrupted(name, folder, rng, length)
+            wrong = [error] if error else differences(reference, folder)
+            bad, done = bad + bool(wrong), done + 1
+            print(f"{name} {number}: {kills} kills, {'; '.join(wrong[:3]) if wrong else 'identical'}", flush=True)
+            if not wrong:
+                shutil.rmtree(folder)
+    print(f"{done - bad} of {done} identical" + (f"; see {work}" if bad else ""))
+    if not bad:
+        shutil.rmtree(work)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,9 @@
 """Kill runs at random moments and resume them: python tests/crash.py [NAME ...] [--kills 50] [--seed 0]
 
 NAME: threespo, stepopsd, slea_rl (left out: all three). A short run (tiny model, gridworld) is killed with SIGKILL at a
-random moment, again while it resumes with a chance of one in three, then resumed to its end and compared with a run that
-was never interrupted: every metric but the clock's, the test trajectories and all weights, bit for bit. Exits with 1 if
-any differ; such a run folder is kept.
+random moment, with a chance of one in three again while it resumes, then resumed to its end and compared with a run
+
+
 """
 
 import argparse
@@ -27,7 +27,8 @@ import torch  # noqa: E402
 import common  # noqa: E402
 
 FLAGS = """--env gridworld --model tiny --demos 24 --warmup_epochs 2 --total_env_steps 260 --episodes_per_iter 6
-    --num_envs 8 --val_episodes 4 --eval_episodes 6 --lora_rank 8 --lora_layers 1 --eval_every 2 --minibatch 16""".split()
+    --num_envs 8 --val_episodes 4 --eval_episodes 6 --lora_rank 8 --lora_layers 1 --eval_every 2
+    --minibatch 16""".split()
 MORE = {"threespo": "--score_episodes 6 --random_episodes 3 --score_epochs 2".split(),
         "stepopsd": "--pairs 12 --rm_ensemble 2 --rm_passes 1 --segment_len 2-4".split(), "slea_rl": []}  # fmt: skip
 

@@ -2,8 +2,8 @@
 
 NAME: threespo, stepopsd, slea_rl (left out: all three). A short run (tiny model, gridworld) is killed with SIGKILL at a
 random moment, with a chance of one in three again while it resumes, then resumed to its end and compared with a run
-
-
+that was never interrupted: every metric but the clock's, the test trajectories and all weights, bit for bit. Exits
+with 1 if any differ; such a run folder is kept.
 """
 
 import argparse

@@ -848,6 +848,7 @@ class Optimizer:
         self.adam.step()
         self.steps += 1
         self.publish()
+        release_memory(growth=0.5)  # passes of many shapes leave holes that glibc would keep
         return norm
 
     @torch.no_grad()
@@ -1022,12 +1023,19 @@ def keep_freed_memory():
             mallopt(option, value)
 
 
-def release_memory():
-    """Give freed memory back to the system between phases: glibc would keep a GiB of activations (no-op elsewhere)."""
+def release_memory(growth: float = 0.0):
+    """Give freed memory back to the system: glibc would keep a GiB of activations (no-op elsewhere).
+
+    growth (GiB): only if the resident memory has grown by so much since the last time; asking costs microseconds.
+    """
     import ctypes
 
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**30
+        if resident > getattr(release_memory, "level", 0.0) + growth or not growth:
+            ctypes.CDLL(None).malloc_trim(0)
+            pages = Path("/proc/self/statm").read_text().split()[1]
+            release_memory.level = int(pages) * resource.getpagesize() / 2**30
 
 
 class Stopwatch:

@@ -27,7 +27,7 @@ LIGHTS = {"train": ("red", "green"), "val": ("blue", "amber"), "test": ("white",
 class Lights:
     """A think-block task: name the light in a thought, then go on even tasks and stop on odd ones, twice."""
 
-    max_action_tokens = 44
+    max_action_tokens = 36
     return_bounds = (-0.5, 1.0)
 
     def __init__(self, seed=0, split="train"):
@@ -726,8 +726,9 @@ def test_step_report_by_hand():
 # ---------------------------------------------------------------------------------------------------------- whole runs
 
 
-TINY = ["--env", "lights", "--model", "tiny", "--lora_rank", "8", "--lora_layers", "2", "--seed", "3"]
-SMALL = [*TINY, "--demos", "24", "--warmup_epochs", "10", "--total_env_steps", "90", "--episodes_per_iter", "10"]
+TINY = ["--env", "lights", "--model", "tiny", "--lora_rank", "32", "--lora_layers", "all", "--seed", "3"]
+SMALL = [*TINY, "--demos", "40", "--demo_noise", "0", "--warmup_epochs", "2", "--warmup_minibatch", "8"]
+SMALL += ["--total_env_steps", "90", "--episodes_per_iter", "10", "--temperature", "0.6"]
 SMALL += ["--num_envs", "10", "--val_episodes", "4", "--eval_episodes", "6", "--minibatch", "8", "--eval_every", "2"]
 
 
@@ -861,7 +862,7 @@ def test_eval_only_and_resume_of_a_finished_run(finished, capfd, keep_sigint):
 @pytest.mark.parametrize("extra", [["--no_augment"], ["--credit", "inverse", "--hierarchical"],
                                    ["--credit", "counterfactual", "--kappa", "0"], ["--algo", "bc"]])  # fmt: skip
 def test_variants(extra, tmp_path, capfd, keep_sigint):
-    argv = [*SMALL, *extra, "--out", str(tmp_path / "run"), "--warmup_epochs", "4", "--total_env_steps", "40"]
+    argv = [*SMALL, *extra, "--out", str(tmp_path / "run"), "--total_env_steps", "40"]
     code, _, err = run_here(argv, capfd)
     assert code == 0, err[-2000:]
     rows = common.read_jsonl(tmp_path / "run" / "metrics.jsonl")

@@ -59,7 +59,7 @@ class Args:
     algo: Literal["slea", "bc"] = "slea"  # bc: stop after the warm-up
     augment: bool = True  # split answers into steps with credit; --no_augment is plain episode-level PPO
     preset: Literal["default", "quick"] = "default"  # quick: every stage with small numbers, to see the machinery
-    total_env_steps: int = 1500  # environment steps of stage slea
+    total_env_steps: int = 1200  # environment steps of stage slea
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks
     eval_episodes: int = 100  # held-out test tasks after each stage

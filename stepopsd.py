@@ -57,7 +57,7 @@ class Args:
     eval_only: str = ""  # evaluate the best checkpoint of this run folder on the test tasks and stop
     algo: Literal["stepopsd", "bc"] = "stepopsd"  # bc: stop after the warm-up
     preset: Literal["default", "quick"] = "default"  # quick: every stage with small numbers, to see the machinery
-    total_env_steps: int = 1500  # environment steps of stage stepopsd
+    total_env_steps: int = 2400  # environment steps of stage stepopsd
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks
     eval_episodes: int = 100  # held-out test tasks after each stage

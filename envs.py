@@ -843,7 +843,7 @@ class WebNav(Env):
         if s["error"]:
             s["valid"] = False
             return -0.02, False
-        # the page and all that can change what the action does (a second one of a product in the cart changes nothing)
+        # the page and all that can change what the action does (how many of a product are in the cart does not)
         cart, fields = tuple(sorted(set(s["cart"]))), tuple(sorted(s["fields"].items()))
         key = (s["url"], s["cookies"], s["user"], cart, fields, str(action))
         s["repeat"] = key in s["taken"]

@@ -856,8 +856,9 @@ def set_up(argv) -> Learner:
     args = common.parse_args(Args, argv)
     folder, resumed = common.settle_args(args, TUNED)
     common.check_limits(args)
-    if args.gamma < 0.01:
-        raise UserError(f"--gamma {args.gamma}: expected 0.01 to 1")
+    for name, low in (("gamma", 0.01), ("kappa", 0.0)):
+        if not low <= getattr(args, name) <= 1:
+            raise UserError(f"--{name} {getattr(args, name)}: expected {low} to 1")
     try:
         env = make_env(args.env, seed=args.seed, split="train")
     except ValueError as error:

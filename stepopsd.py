@@ -57,7 +57,7 @@ class Args:
     eval_only: str = ""  # evaluate the best checkpoint of this run folder on the test tasks and stop
     algo: Literal["stepopsd", "bc"] = "stepopsd"  # bc: stop after the warm-up
     preset: Literal["default", "quick"] = "default"  # quick: every stage with small numbers, to see the machinery
-    total_env_steps: int = 2400  # environment steps of stage stepopsd
+    total_env_steps: int = 1000  # environment steps of stage stepopsd
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks
     eval_episodes: int = 100  # held-out test tasks after each stage
@@ -71,7 +71,7 @@ class Args:
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # optional tracker beside metrics.jsonl
     overwrite: bool = False  # replace an existing run folder
     micro_tokens: int = 1024  # tokens a forward pass (memory; does not change the result)
-    demos: int = 60  # expert episodes cloned in the warm-up
+    demos: int = 100  # expert episodes cloned in the warm-up
     demo_noise: float = 0.15  # chance that another action is carried out than the one demonstrated
     warmup_epochs: int = 3  # passes over the demonstrations
     warmup_lr: float = 2e-3  # learning rate of cloning (its own cosine)
@@ -85,9 +85,9 @@ class Args:
     tie_margin: float = 0.05  # a preference closer to 1/2 than this is a tie
     preferences: str = ""  # labels of earlier runs (preferences.jsonl): trained on from the start; new labels are added
     segment_len: str = "3-7"  # turns of a segment, least-most (4.3)
-    pairs: int = 96  # pairs labelled each time
+    pairs: int = 64  # pairs labelled each time
     pos_frac: float = 0.5  # least share of pairs that hold a segment of a successful episode, if there is one (4.3)
-    rm_every: int = 2  # iterations between updates of the reward model (3.1 B)
+    rm_every: int = 1  # iterations between updates of the reward model (3.1 B)
     decompose: Literal["attention", "gradient", "td", "label", "uniform"] = "attention"  # how R(τ) is shared out (3.2)
     rm_ensemble: int = 3  # M, reward models (5.1)
     rm_combine: Literal["min", "mean"] = "mean"  # how their step rewards are combined
@@ -106,13 +106,13 @@ class Args:
     curiosity: float = 0.0  # c of (5): bonus c/sqrt(visits of the state) (5.2)
     value_lr: float = 6e-4  # learning rate of the value adapter and head
     value_minibatch: int = 16  # steps a value update
-    value_passes: float = 1.0  # value updates an iteration, in units of the fresh steps
+    value_passes: float = 0.7  # value updates an iteration, in units of the fresh steps
     gamma: float = 0.95  # discount
     gae_lambda: float = 0.9  # λ_gae of (6)
     adv_clip: float = 2.0  # advantages are normalised, then clipped to this
-    episodes_per_iter: int = 40  # episodes collected an iteration
+    episodes_per_iter: int = 32  # episodes collected an iteration
     policy_lr: float = 4e-4  # learning rate of the policy adapter in stage stepopsd
-    policy_passes: float = 3.0  # policy updates an iteration, in units of the fresh steps
+    policy_passes: float = 2.0  # policy updates an iteration, in units of the fresh steps
     minibatch: int = 96  # steps a policy update (few and large: the gradient of so few episodes is mostly noise)
     clip_eps: float = 0.2  # ε of (7)
     kl_coef: float = 0.01  # weight of k3(π || π_ref)

@@ -374,7 +374,7 @@ def test_the_update_raises_good_actions_and_lowers_bad_ones(fresh):
 
 
 def test_first_minibatch_has_ratio_one(fresh):
-    args = Args(minibatch=7, micro_tokens=64)
+    args = Args(minibatch=7, micro_tokens=64, policy_passes=2.0)
     _, replay = prepared(fresh, args, lengths=LENGTHS * 4)
     logs = threespo.update_policy(fresh, Optimizer(fresh.params("policy"), 1e-4), replay, 1, args, 0.0, False)
     assert logs["policy/first_ratio_dev"] < 1e-3 and logs["policy/minibatches"] == 7  # 2.0 passes of 24 steps

@@ -36,7 +36,7 @@ def matrix_weights(lm) -> tuple[int, int]:
     """Weights of the decoder's matrices: (all layers, the upper layers that carry adapters)."""
     kinds = "Linear", "Linear4bit"
     per_layer = [sum(m.in_features * m.out_features for name, m in layer.named_modules()
-                     if type(m).__name__ in kinds and "lora_" not in name)
+                     if type(m).__name__ in kinds and "lora_" not in name and not hasattr(m, "base_layer"))
                  for model in (lm.lower, lm.upper) for layer in model.layers]  # fmt: skip
     upper = len(lm.upper.layers)
     return sum(per_layer), sum(per_layer[len(per_layer) - upper :])

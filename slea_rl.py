@@ -59,7 +59,7 @@ class Args:
     algo: Literal["slea", "bc"] = "slea"  # bc: stop after the warm-up
     augment: bool = True  # split answers into steps with credit; --no_augment is plain episode-level PPO
     preset: Literal["default", "quick"] = "default"  # quick: every stage with small numbers, to see the machinery
-    total_env_steps: int = 1200  # environment steps of stage slea
+    total_env_steps: int = 700  # environment steps of stage slea
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks
     eval_episodes: int = 100  # held-out test tasks after each stage
@@ -94,7 +94,7 @@ class Args:
     adv_clip: float = 2.0  # advantages are normalised, then clipped to this
     episodes_per_iter: int = 40  # episodes collected an iteration
     policy_lr: float = 4e-4  # learning rate of the policy adapter in stage slea
-    policy_passes: float = 3.0  # passes of the policy over the fresh turns an iteration
+    policy_passes: float = 2.0  # passes of the policy over the fresh turns an iteration
     minibatch: int = 96  # turns a policy update (few and large: the gradient of so few episodes is mostly noise)
     clip_eps: float = 0.2  # ε of (6)
     kl_coef: float = 0.01  # weight of k3(π || π_ref)

@@ -87,7 +87,7 @@ class Args:
     segment_len: str = "3-7"  # turns of a segment, least-most (4.3)
     pairs: int = 64  # pairs labelled each time
     pos_frac: float = 0.5  # least share of pairs that hold a segment of a successful episode, if there is one (4.3)
-    rm_every: int = 1  # iterations between updates of the reward model (3.1 B)
+    rm_every: int = 2  # iterations between updates of the reward model (3.1 B)
     decompose: Literal["attention", "gradient", "td", "label", "uniform"] = "attention"  # how R(τ) is shared out (3.2)
     rm_ensemble: int = 3  # M, reward models (5.1)
     rm_combine: Literal["min", "mean"] = "mean"  # how their step rewards are combined

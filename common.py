@@ -1065,6 +1065,14 @@ def peak_memory() -> dict:
 
 
 # --------------------------------------------------------------------------------------- what the stages of a run share
+def training_env(make_env, args):
+    """The training environment. Raises UserError, in one line, for a name make_env refuses."""
+    try:
+        return make_env(args.env, seed=args.seed, split="train")
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
 def open_run(args, folder: Path, resumed: bool, adapters, file: str) -> tuple[LM, Run]:
     """Load the model with its adapters, then open the run folder with a config.json of what is used."""
     names = "seed", "device", "dtype", "load_4bit", "lora_rank", "lora_layers", "gradient_checkpointing"
@@ -1217,6 +1225,16 @@ class Checkpoints:
                 if self.p.iteration < args.warmup_epochs:
                     self.save()
         return True
+
+    def begin(self, stage: str, policy_lr: float, validate):
+        """The stage after the warm-up: its rate, counters from zero, and the clone as the first best checkpoint."""
+        self.optimizers["policy"].restart(policy_lr)
+        self.p.stage, self.p.iteration, self.p.stage_start = stage, 0, self.p.env_steps
+        row = validate()
+        self.p.best = row["eval/success"]
+        self.log(row)
+        self.save("best")
+        self.save()
 
     def roll_back(self, success: float, drop: float):
         """Keep the best validated weights; restore them, at half the policy rate, when success stays `drop` below."""

@@ -2519,8 +2519,9 @@ class Trip(Deliberation):
     name = "trip"
     summary = "plan a three-day business trip: ask, list firms, schedule two visits, confirm; turns hold a thought"
     GRAMMAR = re.compile(
-        rf"\b(ask){_FILL}({'|'.join(NEEDS)})\b|\b(list){_FILL}(\w+)|\b(visit){_FILL}(\w+)\W+(?:on\W+)?({'|'.join(DAYS)})"
-        rf"[a-z]*\b|\b(drop){_FILL}({'|'.join(DAYS)})[a-z]*\b|\b(confirm)\b"
+        rf"\b(ask){_FILL}({'|'.join(NEEDS)})\b|\b(list){_FILL}(\w+)|"
+        rf"\b(visit){_FILL}(\w+)\W+(?:on\W+)?({'|'.join(DAYS)})[a-z]*\b|"
+        rf"\b(drop){_FILL}({'|'.join(DAYS)})[a-z]*\b|\b(confirm)\b"
     )
     USAGE = "use ask, list, visit, drop or confirm"
 

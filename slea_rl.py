@@ -6,18 +6,18 @@ Source: the article "SLEA-RL" (sections 2-5); numbers below are used at the func
 (1) micro-steps  an answer `<think>1. x_1 2. x_2 ..</think> a` is K + 1 decisions x_1 .. x_K, a with token spans
 (2) evaluator    f_k = E[G | s, x_1 .. x_k], f_{K+1} with the action; fitted to observed returns G_t = Σ_k γ^k r_{t+k}
 (3) credit       c_k = f_k - f_{k-1}  (--credit difference; or counterfactual, inverse)
-(4) r_step       (1 - κ) c_k + κ kb_k,  kb: known key steps;  κ <- κ min(1, error of f on new episodes / a constant's)
+(4) r_step       (1 - κ) c_k + κ kb_k,  kb: key steps;  κ <- κ min(1, error of f on new episodes / a constant's)
 (5) advantage    δ_j = r_j + γ_j V_{j+1} - V_j,  A_j = Σ_l λ^l Γ δ_{j+l};  r_j is r_step of a thought and the
                  environment's reward of an action; γ_j is γ at the end of a turn and 1 inside (Γ their product)
-(6) policy       -min(ρ A, clip(ρ, 1-ε, 1+ε) A) + kl_coef k3(π || π_ref) - ent_coef H, mean over tokens, each with the
-                 A of its own micro-step;  + β NLL of the best steps of successful episodes (--imitation)
+(6) policy       -min(ρ A, clip(ρ, 1-ε, 1+ε) A) + kl_coef k3(π || π_ref) - ent_coef H, mean over tokens, each with
+                 the A of its own micro-step;  + β NLL of the best steps of successful episodes (--imitation)
 
 Stages: warmup (clone a few demonstrations) -> slea (repeat: collect, augment, advantage, update). --no_augment makes
 the whole answer one decision: plain episode-level PPO, the baseline. --algo bc stops after the warm-up.
 Differs from the article: thinking is not discounted; steps come from the sampled ids, not from re-encoded text; the
 evaluator's cold start decays by its measured error. The published SLEA-RL (arXiv 2603.18079) is another algorithm.
 
-    python slea_rl.py --env troubleshoot     # the README has the measured results
+    python slea_rl.py --env troubleshoot     # the README says what has been measured
 
 Environment protocol (swap the one import to use your own): env.reset(seed=task) -> obs, info; env.step(text) -> obs,
 reward, terminated, truncated, info; obs is the prompt; info["success"], info["valid"], info["cut"] are bools;
@@ -116,7 +116,7 @@ TUNED = {  # defaults that depend on another flag; a flag given by hand always w
 
 
 # ------------------------------------------------------------------------------------------ the idea: steps with credit
-NUMBER = re.compile(r"(?<![A-Za-z\d_.])(?:(\d+(?:\.\d+)+)[.)、．:：]?(?=\s|$)|(\d+)[.)、．:：](?!\d))\s*")  # 1. 2) 1.1
+NUMBER = re.compile(r"(?<![A-Za-z\d_.])(?:(\d+(?:\.\d+)+)[.)、．:：]?(?=\s|$)|(\d+)[.)、．:：](?!\d))\s*")
 OPEN, CLOSE = (re.compile(rf"<\s*{slash}think(?:ing)?\s*>", re.IGNORECASE) for slash in ("", r"/\s*"))
 SENTENCE = re.compile(r"[^.!?。！？\n]*(?:[.!?。！？\n]+\s*|$)")
 RULES = (  # what a sentence of a reply without a think block does: the first that fits (article 2.1)
@@ -229,8 +229,9 @@ class StepEvaluator(torch.nn.Module):
     def credits(self, steps: list[Step]) -> list[np.ndarray]:
         """Equation (3): c of every micro-step in units of return, an (m,) array for each turn.
 
-        difference: f_k - f_{k-1}. counterfactual: f of all minus f without step k. inverse: (p⁺ - p⁻) / (p⁺ + p⁻) with
-        p± the step's probability in successes and failures; by Bayes, log p⁺/p⁻ is the change of the log-odds.
+        difference: f_k - f_{k-1}. counterfactual: f of all minus f without step k.
+        inverse: (p⁺ - p⁻) / (p⁺ + p⁻), how much likelier the step is in successes than in failures
+        (by Bayes, from the change of the log-odds).
         """
         outputs, half = self.predict([s.embeds for s in steps]), (self.high - self.low) / 2
         if self.args.credit == "difference":
@@ -776,13 +777,7 @@ def warm_up(L: Learner):
     L.lm.copy_adapter("policy", "value")  # the clone reads these states already: the value learns faster from there
     L.scorer.optimizer.adopt()
     test(L, "warmup")
-    L.policy.restart(L.args.policy_lr)
-    L.p.stage, L.p.iteration = "bc" if L.args.algo == "bc" else "score", 0
-    row = validate(L)
-    L.p.best = row["eval/success"]
-    L.log(row)
-    L.save("best")
-    L.save()
+    L.begin(L.args.algo, L.args.policy_lr, lambda: validate(L))
 
 
 def augment(L: Learner, episodes: list[list[Step]], traces: list[dict]) -> dict:
@@ -859,10 +854,7 @@ def set_up(argv) -> Learner:
     for name, low in (("gamma", 0.01), ("kappa", 0.0)):
         if not low <= getattr(args, name) <= 1:
             raise UserError(f"--{name} {getattr(args, name)}: expected {low} to 1")
-    try:
-        env = make_env(args.env, seed=args.seed, split="train")
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    env = common.training_env(make_env, args)
     stop = common.Interrupt()
     lm, run = common.open_run(args, folder, resumed, ("policy", "value", "ref"), __file__)
     L = Learner(args, lm, Critic(lm, env.return_bounds, args), StepEvaluator(lm, env.return_bounds, args), run, stop)
@@ -899,8 +891,6 @@ def main(argv=None) -> int:
         return 0
     if p.stage == "warmup" and not stop:
         warm_up(L)
-    if p.stage == "score":  # where warm_up of threespo.py leads to; here nothing stands between it and the loop
-        p.stage, p.stage_start = args.algo, p.env_steps
     bar = tqdm(total=args.total_env_steps, initial=p.env_steps, desc=args.algo, unit="step", disable=args.algo == "bc")
     while args.algo != "bc" and p.env_steps < args.total_env_steps and not stop:
         done, clock = p.env_steps - p.stage_start, common.Stopwatch()

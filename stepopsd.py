@@ -921,13 +921,7 @@ def warm_up(L: Learner):
     L.lm.copy_adapter("policy", "value")  # the clone reads these states already: the value learns faster from there
     L.value.optimizer.adopt()
     test(L, "warmup")
-    L.policy.restart(L.args.policy_lr)
-    L.p.stage, L.p.iteration = "bc" if L.args.algo == "bc" else "score", 0
-    row = validate(L)
-    L.p.best = row["eval/success"]
-    L.log(row)
-    L.save("best")
-    L.save()
+    L.begin(L.args.algo, L.args.policy_lr, lambda: validate(L))
 
 
 def compare_decompositions(L: Learner) -> dict:
@@ -970,10 +964,7 @@ def set_up(argv) -> Learner:
     folder, resumed = common.settle_args(args, TUNED)
     common.check_limits(args)
     common.check_labeler(args, resumed)
-    try:
-        env = make_env(args.env, seed=args.seed, split="train")
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    env = common.training_env(make_env, args)
     if args.labeler == "rule" and args.lam > 0 and not hasattr(env, "judge"):
         raise UserError(f"--labeler rule: the environment {args.env} has no judge(segment)")
     stop = common.Interrupt()
@@ -1019,9 +1010,6 @@ def main(argv=None) -> int:
         return 0
     if p.stage == "warmup" and not stop:
         warm_up(L)
-    if p.stage == "score" and not stop:  # what the warm-up hands over to in threespo.py; here nothing lies between
-        p.stage, p.stage_start = args.algo, p.env_steps
-        L.save()
     bar = tqdm(total=args.total_env_steps, initial=p.env_steps, desc=args.algo, unit="step", disable=args.algo == "bc")
     while args.algo != "bc" and p.env_steps < args.total_env_steps and not stop:
         done, clock = p.env_steps - p.stage_start, common.Stopwatch()

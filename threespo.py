@@ -588,13 +588,7 @@ def warm_up(L: Learner):
         L.lm.copy_adapter("policy", "score")  # the clone reads these pages already: the score learns faster from there
         L.scorer.optimizer.adopt()
     test(L, "warmup")
-    L.policy.restart(L.args.policy_lr)
-    L.p.stage, L.p.iteration = "bc" if L.args.algo == "bc" else "score", 0
-    row = validate(L)
-    L.p.best = row["eval/success"]
-    L.log(row)
-    L.save("best")
-    L.save()
+    L.begin("bc" if L.args.algo == "bc" else "score", L.args.policy_lr, lambda: validate(L))
 
 
 def collect_for_score(L: Learner):
@@ -684,10 +678,7 @@ def set_up(argv) -> Learner:
     args = common.parse_args(Args, argv)
     folder, resumed = common.settle_args(args, TUNED)
     common.check_limits(args)
-    try:
-        env = make_env(args.env, seed=args.seed, split="train")
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    env = common.training_env(make_env, args)
     stop = common.Interrupt()
     lm, run = common.open_run(args, folder, resumed, ("policy", "score", "ref"), __file__)
     kind = PromptScorer if args.scorer == "prompt" and args.algo == "3spo" else ScoreModel

@@ -95,3 +95,50 @@ def top_rows(lm, trunks):
     hidden, starts = lm.top(trunks)
     assert starts.tolist() == [sum(len(h) for h in trunks[:i]) for i in range(len(trunks))]
     return torch.nn.utils.rnn.pad_sequence(hidden.split([len(h) for h in trunks]), batch_first=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(request):
+    """A tiny model with the module's ADAPTERS away from zero. Shared; a test that trains one takes `fresh` instead."""
+    return _tiny(request.module.ADAPTERS)
+
+
+@pytest.fixture
+def fresh(request):
+    return _tiny(request.module.ADAPTERS)
+
+
+def _tiny(adapters):
+    import common
+
+    lm = common.load_model("tiny", adapters=adapters, load_4bit=False, lora_rank=8)
+    randomise(lm, adapters)
+    return lm
+
+
+def main_here(module, argv, capfd):
+    """An algorithm file's main() in this process -> (exit code, stdout, stderr)."""
+    import common
+
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        common.run_main(lambda: module.main(argv))
+    out = capfd.readouterr()
+    return stopped.value.code, out.out, out.err
+
+
+def steady(row):
+    """A metrics row without what depends on the clock or the machine."""
+    return {k: v for k, v in row.items() if not k.startswith(("perf/", "time/")) and "wall" not in k}
+
+
+def rows_of(folder):
+    import common
+
+    return [steady(r) for r in common.read_jsonl(folder / "metrics.jsonl")]
+
+
+def tensors_of(folder, name="last"):
+    import common
+
+    return common.load_checkpoint(folder / "checkpoints" / name)[0]

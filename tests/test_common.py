@@ -66,13 +66,6 @@ def built(request):
     return lm, plain_reference(lm)
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    lm = load_model("tiny", adapters=ADAPTERS, load_4bit=False, lora_rank=8)
-    randomise(lm, ADAPTERS)
-    return lm
-
-
 def many_eos(lm, monkeypatch):
     """A fifth of the vocabulary ends a generation, so that rows leave the batch at different moments."""
     monkeypatch.setattr(lm, "eos_ids", set(range(0, 100)))

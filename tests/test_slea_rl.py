@@ -13,11 +13,10 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, random_prompts, randomise
+from conftest import ROOT, main_here, random_prompts, rows_of
 
 import common
 import slea_rl
-from common import load_model
 from slea_rl import Args, Buffer, Critic, Step, StepEvaluator, fill_advantages, micro_gae, parse_steps, split_answer
 
 ADAPTERS = ("policy", "value", "ref")
@@ -77,21 +76,6 @@ slea_rl_make_env = slea_rl.make_env
 @pytest.fixture(autouse=True)
 def lights(monkeypatch):
     monkeypatch.setattr(slea_rl, "make_env", make_env)
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    """Shared; a test that trains an adapter takes `fresh` instead."""
-    lm = load_model("tiny", adapters=ADAPTERS, load_4bit=False, lora_rank=8)
-    randomise(lm, ADAPTERS)
-    return lm
-
-
-@pytest.fixture
-def fresh():
-    lm = load_model("tiny", adapters=ADAPTERS, load_4bit=False, lora_rank=8)
-    randomise(lm, ADAPTERS)
-    return lm
 
 
 def answered(lm, texts, prompts=None, eos=True):
@@ -744,24 +728,6 @@ def options():
     return dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
 
 
-def run_here(argv, capfd):
-    """main() in this process -> (exit code, stdout, stderr)."""
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        common.run_main(lambda: slea_rl.main(argv))
-    out = capfd.readouterr()
-    return stopped.value.code, out.out, out.err
-
-
-def steady(row):
-    """A metrics row without what depends on the clock or the machine."""
-    return {k: v for k, v in row.items() if not k.startswith(("perf/", "time/")) and "wall" not in k}
-
-
-def rows_of(folder):
-    return [steady(r) for r in common.read_jsonl(folder / "metrics.jsonl")]
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """An uninterrupted run, from the command line."""
@@ -843,7 +809,7 @@ def test_resume_after_kill_equals_never_having_stopped(finished, killed):
 
 @pytest.mark.e2e
 def test_same_seed_same_metrics(finished, tmp_path, capfd, keep_sigint):
-    code, _, err = run_here([*SMALL, "--out", str(tmp_path / "again")], capfd)
+    code, _, err = main_here(slea_rl, [*SMALL, "--out", str(tmp_path / "again")], capfd)
     assert code == 0, err
     assert rows_of(tmp_path / "again") == rows_of(finished)
 
@@ -851,10 +817,10 @@ def test_same_seed_same_metrics(finished, tmp_path, capfd, keep_sigint):
 @pytest.mark.e2e
 def test_eval_only_and_resume_of_a_finished_run(finished, capfd, keep_sigint):
     before = (finished / "metrics.jsonl").read_bytes()
-    code, out, _ = run_here(["--eval_only", str(finished), "--eval_episodes", "6"], capfd)
+    code, out, _ = main_here(slea_rl, ["--eval_only", str(finished), "--eval_episodes", "6"], capfd)
     result = json.loads(out.strip().splitlines()[-1])
     assert code == 0 and result == json.loads((finished / "summary.json").read_text())["test"]
-    code, out, _ = run_here(["--resume", str(finished)], capfd)
+    code, out, _ = main_here(slea_rl, ["--resume", str(finished)], capfd)
     assert code == 0 and "finished" in out and (finished / "metrics.jsonl").read_bytes() == before
 
 
@@ -863,7 +829,7 @@ def test_eval_only_and_resume_of_a_finished_run(finished, capfd, keep_sigint):
                                    ["--credit", "counterfactual", "--kappa", "0"], ["--algo", "bc"]])  # fmt: skip
 def test_variants(extra, tmp_path, capfd, keep_sigint):
     argv = [*SMALL, *extra, "--out", str(tmp_path / "run"), "--total_env_steps", "40"]
-    code, _, err = run_here(argv, capfd)
+    code, _, err = main_here(slea_rl, argv, capfd)
     assert code == 0, err[-2000:]
     rows = common.read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert any("policy/pg_loss" in r for r in rows) == (extra != ["--algo", "bc"])
@@ -878,7 +844,7 @@ def test_variants(extra, tmp_path, capfd, keep_sigint):
 @pytest.mark.e2e
 def test_gridworld_without_think_blocks(tmp_path, capfd, keep_sigint):
     argv = [*SMALL, "--out", str(tmp_path / "run"), "--env", "gridworld", "--warmup_epochs", "1"]
-    code, _, err = run_here([*argv, "--total_env_steps", "60", "--episodes_per_iter", "3"], capfd)
+    code, _, err = main_here(slea_rl, [*argv, "--total_env_steps", "60", "--episodes_per_iter", "3"], capfd)
     assert code == 0, err[-2000:]
     assert "No answer in the buffer had a thought" in (tmp_path / "run" / "report.md").read_text()
 
@@ -900,7 +866,7 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(name, capfd, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slea_rl, "warm_up", lambda learner: pytest.fail("the run started"))
     argv, part = WRONG[name]
-    code, _, err = run_here(argv, capfd)
+    code, _, err = main_here(slea_rl, argv, capfd)
     lines = err.strip().splitlines()
     assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and part in err, err
     assert os.listdir(tmp_path) == []

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, random_prompts, randomise
+from conftest import ROOT, main_here, random_prompts, rows_of, tensors_of
 
 import common
 import stepopsd
@@ -26,13 +26,6 @@ from stepopsd import Args, Progress, RewardModel, RewardNet, Step, decompose, pr
 
 ADAPTERS = ("policy", "value", "ref")
 HOWS = ("attention", "gradient", "td", "label", "uniform")
-@pytest.fixture(scope="module")
-def tiny():
-    lm = load_model("tiny", adapters=ADAPTERS, load_4bit=False, lora_rank=8)
-    randomise(lm, ADAPTERS)
-    return lm
-
-
 def turns(*actions, obs="s"):
     return [(f"{obs}{i}", a) for i, a in enumerate(actions)]
 
@@ -939,14 +932,6 @@ def test_an_environment_without_progress(tiny, monkeypatch):
 # ------------------------------------------------------------------------------------------------------ command line
 
 
-def run_here(argv, capfd):
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        common.run_main(lambda: stepopsd.main(argv))
-    out = capfd.readouterr()
-    return stopped.value.code, out.out, out.err
-
-
 TINY = ["--env", "gridworld", "--model", "tiny"]
 WRONG = {
     "labeler": (["--labeler", "cat"], "labeler"),
@@ -971,7 +956,7 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(name, capfd, tmp_path, monkey
     monkeypatch.setattr(stepopsd, "warm_up", lambda learner: pytest.fail("the run started"))
     monkeypatch.setattr(sys, "stdin", open(os.devnull))
     argv, part = WRONG[name]
-    code, _, err = run_here([*argv, *(["--out", "run"] if "--env" in argv else [])], capfd)
+    code, _, err = main_here(stepopsd, [*argv, *(["--out", "run"] if "--env" in argv else [])], capfd)
     lines = err.strip().splitlines()
     assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and part in err, err
     assert os.listdir(tmp_path) == []
@@ -992,7 +977,7 @@ def test_preferences_inside_a_folder_to_be_replaced_are_refused(capfd, tmp_path,
     stepopsd.set_up([*SMALL, "--out", str(run)])
     common.PreferenceStore(run / "preferences.jsonl").add(A, B, 1.0, None)
     argv = [*SMALL, "--out", str(run), "--overwrite", "--preferences", str(run / "preferences.jsonl")]
-    code, _, err = run_here(argv, capfd)
+    code, _, err = main_here(stepopsd, argv, capfd)
     assert code == 2 and "--preferences" in err and (run / "preferences.jsonl").exists()
 
 
@@ -1012,18 +997,6 @@ SMALL = [*TINY, *"""--demos 60 --warmup_epochs 3 --total_env_steps 250 --episode
     --val_episodes 4 --eval_episodes 8
     --lora_rank 8 --lora_layers 2 --eval_every 2 --minibatch 16 --warmup_minibatch 8 --pairs 16
     --rm_ensemble 2 --rm_passes 2 --curiosity 0.01 --seed 3 --segment_len 2-4""".split()]  # fmt: skip
-
-
-def steady(row):
-    return {k: v for k, v in row.items() if not k.startswith(("perf/", "time/")) and "wall" not in k}
-
-
-def rows_of(folder):
-    return [steady(r) for r in common.read_jsonl(folder / "metrics.jsonl")]
-
-
-def tensors_of(folder, name="last"):
-    return common.load_checkpoint(folder / "checkpoints" / name)[0]
 
 
 @pytest.fixture(scope="session")
@@ -1128,9 +1101,9 @@ def test_a_run_killed_in_its_last_test_ends_the_same(finished, going_on, capfd, 
         original(learner, stage)
 
     monkeypatch.setattr(stepopsd, "test", dies)
-    assert run_here(["--resume", str(going_on)], capfd)[0] == 130
+    assert main_here(stepopsd, ["--resume", str(going_on)], capfd)[0] == 130
     monkeypatch.setattr(stepopsd, "test", original)
-    assert run_here(["--resume", str(going_on)], capfd)[0] == 0
+    assert main_here(stepopsd, ["--resume", str(going_on)], capfd)[0] == 0
     assert rows_of(going_on) == rows_of(finished)
     for name in ("episodes.jsonl", "preferences.jsonl", "decompositions.json"):
         assert (going_on / name).read_text() == (finished / name).read_text()
@@ -1149,11 +1122,11 @@ def test_labels_newer_than_the_checkpoint_are_used_again(finished, going_on, cap
         return original(*args)
 
     monkeypatch.setattr(stepopsd, "rule_label", dies)
-    code, _, _ = run_here(["--resume", str(going_on)], capfd)
+    code, _, _ = main_here(stepopsd, ["--resume", str(going_on)], capfd)
     assert code == 130 and len(common.read_jsonl(going_on / "preferences.jsonl")) == stop_after
     asked.clear()
     stop_after = 10**6
-    code, _, err = run_here(["--resume", str(going_on)], capfd)
+    code, _, err = main_here(stepopsd, ["--resume", str(going_on)], capfd)
     assert code == 0, err[-2000:]
     assert rows_of(going_on) == rows_of(finished)
     assert (going_on / "preferences.jsonl").read_text() == (finished / "preferences.jsonl").read_text()
@@ -1165,7 +1138,7 @@ def test_the_baseline_asks_for_no_labels(tmp_path, capfd, keep_sigint, monkeypat
     monkeypatch.setattr(stepopsd, "label_pairs", lambda *_: pytest.fail("asked"))
     more = "--lam 0 --total_env_steps 60 --demos 10 --curiosity 0".split()
     argv = [*SMALL, *more, "--out", str(tmp_path / "r")]
-    code, _, err = run_here(argv, capfd)
+    code, _, err = main_here(stepopsd, argv, capfd)
     assert code == 0, err[-2000:]
     rows = common.read_jsonl(tmp_path / "r" / "metrics.jsonl")
     assert any("policy/pg_loss" in r for r in rows) and not any("reward/hist" in r for r in rows)

@@ -14,7 +14,18 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, plain_reference, random_prompts, randomise, reference_logprobs, top_rows
+from conftest import (
+    ROOT,
+    main_here,
+    plain_reference,
+    random_prompts,
+    randomise,
+    reference_logprobs,
+    rows_of,
+    steady,
+    tensors_of,
+    top_rows,
+)
 
 import common
 import threespo
@@ -23,21 +34,6 @@ from threespo import Args, PromptScorer, Replay, ScoreModel, Step, compute_gae, 
 
 ADAPTERS = ("policy", "score", "ref")
 LENGTHS = (7, 1, 23, 12, 40, 3)
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    """Shared; a test that trains an adapter takes `fresh` instead."""
-    lm = load_model("tiny", adapters=ADAPTERS, load_4bit=False, lora_rank=8)
-    randomise(lm, ADAPTERS)
-    return lm
-
-
-@pytest.fixture
-def fresh():
-    lm = load_model("tiny", adapters=ADAPTERS, load_4bit=False, lora_rank=8)
-    randomise(lm, ADAPTERS)
-    return lm
 
 
 def sampled_steps(lm, lengths=LENGTHS, temperature=1.0, seed=0, tokens=6, version=1):
@@ -1042,15 +1038,6 @@ def test_pack_and_unpack_are_inverse_bit_for_bit(fresh, tmp_path):
 # -------------------------------------------------------------------------------------------------------- command line
 
 
-def run_here(argv, capfd):
-    """main() in this process -> (exit code, stdout, stderr)."""
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        common.run_main(lambda: threespo.main(argv))
-    out = capfd.readouterr()
-    return stopped.value.code, out.out, out.err
-
-
 def one_error_line(err):
     lines = err.strip().splitlines()
     return len(lines) == 1 and lines[0].startswith("error: ") and "Traceback" not in err
@@ -1088,7 +1075,7 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(name, capfd, tmp_path, monkey
     argv, part = WRONG[name]
     if "--env" in argv and "--resume" not in argv:
         argv = [*argv, "--out", "run"]
-    code, _, err = run_here(argv, capfd)
+    code, _, err = main_here(threespo, argv, capfd)
     assert code == 2 and one_error_line(err) and part in err, err
     assert os.listdir(tmp_path) == []
 
@@ -1096,14 +1083,14 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(name, capfd, tmp_path, monkey
 @NO_CUDA
 def test_cuda_without_a_gpu(capfd, tmp_path, monkeypatch, keep_sigint):
     monkeypatch.chdir(tmp_path)
-    code, _, err = run_here([*TINY, "--device", "cuda"], capfd)
+    code, _, err = main_here(threespo, [*TINY, "--device", "cuda"], capfd)
     assert code == 2 and one_error_line(err) and "cuda" in err
 
 
 def test_existing_out_is_refused(capfd, tmp_path, keep_sigint):
     (tmp_path / "notes.txt").write_text("mine")
     for more in ([], ["--overwrite"]):
-        code, _, err = run_here([*TINY, "--out", str(tmp_path), *more], capfd)
+        code, _, err = main_here(threespo, [*TINY, "--out", str(tmp_path), *more], capfd)
         assert code == 2 and one_error_line(err) and str(tmp_path) in err
     assert os.listdir(tmp_path) == ["notes.txt"]
 
@@ -1114,7 +1101,7 @@ def test_resume_of_a_folder_that_is_no_run(capfd, tmp_path, monkeypatch, keep_si
     for content in (None, "{torn", foreign):
         if content:
             (tmp_path / "config.json").write_text(content)
-        code, _, err = run_here(["--resume", str(tmp_path), *TINY], capfd)
+        code, _, err = main_here(threespo, ["--resume", str(tmp_path), *TINY], capfd)
         assert code == 2 and one_error_line(err) and str(tmp_path) in err
 
 
@@ -1124,7 +1111,7 @@ def test_a_damaged_only_checkpoint_is_one_line(capfd, tmp_path, keep_sigint):
     (run / "checkpoints" / "last").mkdir(parents=True)
     (run / "checkpoints" / "last" / "state.json").write_text("{}")
     (run / "checkpoints" / "last" / "tensors.safetensors").write_bytes(b"")
-    code, _, err = run_here(["--resume", str(run)], capfd)
+    code, _, err = main_here(threespo, ["--resume", str(run)], capfd)
     assert code == 2 and one_error_line(err) and "checkpoint" in err
 
 
@@ -1207,19 +1194,6 @@ SMALL += [
 def launch(*argv):
     """A run as a user starts it, output to a file beside the run folder (a full pipe would stop it)."""
     return subprocess.Popen(command(*argv), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-
-
-def steady(row):
-    """A metrics row without what depends on the clock or the machine."""
-    return {k: v for k, v in row.items() if not k.startswith(("perf/", "time/")) and "wall" not in k}
-
-
-def rows_of(folder):
-    return [steady(r) for r in common.read_jsonl(folder / "metrics.jsonl")]
-
-
-def tensors_of(folder, name="last"):
-    return common.load_checkpoint(folder / "checkpoints" / name)[0]
 
 
 def wait_for(process, folder, ready, limit=60):
@@ -1386,7 +1360,7 @@ def test_report(finished):
 
 @pytest.mark.e2e
 def test_same_seed_same_metrics_other_seed_other_metrics(finished, tmp_path, capfd, keep_sigint):
-    code, _, _ = run_here([*SMALL, "--out", str(tmp_path / "again")], capfd)
+    code, _, _ = main_here(threespo, [*SMALL, "--out", str(tmp_path / "again")], capfd)
     assert code == 0 and rows_of(tmp_path / "again") == rows_of(finished)
     a, b = tensors_of(finished), tensors_of(tmp_path / "again")
     assert all(torch.equal(a[k], b[k]) for k in a)
@@ -1408,7 +1382,7 @@ def test_evaluating_less_often_trains_the_same(finished, tmp_path, capfd, keep_s
                 self.stop.asked = True
 
         patch.setattr(threespo.Learner, "log", log)
-        code, _, _ = run_here(argv, capfd)
+        code, _, _ = main_here(threespo, argv, capfd)
     assert code == 130
     row = monitor[-1]
     same = [k for k in first if not k.startswith("eval/") and k in row]
@@ -1452,7 +1426,7 @@ def state_of(folder):
 @pytest.mark.e2e
 def test_resume_of_a_finished_run_changes_nothing(finished, capfd, keep_sigint):
     before = state_of(finished)
-    code, out, _ = run_here(["--resume", str(finished)], capfd)
+    code, out, _ = main_here(threespo, ["--resume", str(finished)], capfd)
     assert code == 0 and "finished" in out
     assert state_of(finished) == before
 
@@ -1461,16 +1435,16 @@ def test_resume_of_a_finished_run_changes_nothing(finished, capfd, keep_sigint):
 def test_resume_with_another_value_is_refused_and_with_the_same_accepted(finished, capfd, keep_sigint):
     before = state_of(finished)
     for flag, value in (("--seed", "4"), ("--gamma", "0.5"), ("--lora_rank", "9"), ("--algo", "ppo")):
-        code, _, err = run_here(["--resume", str(finished), flag, value], capfd)
+        code, _, err = main_here(threespo, ["--resume", str(finished), flag, value], capfd)
         assert code == 2 and one_error_line(err) and flag in err
-    assert run_here(["--resume", str(finished), "--seed", "3"], capfd)[0] == 0
+    assert main_here(threespo, ["--resume", str(finished), "--seed", "3"], capfd)[0] == 0
     assert state_of(finished) == before
 
 
 @pytest.mark.e2e
 def test_eval_only(finished, capfd, keep_sigint):
     before = state_of(finished)
-    code, out, _ = run_here(["--eval_only", str(finished), "--eval_episodes", "8"], capfd)
+    code, out, _ = main_here(threespo, ["--eval_only", str(finished), "--eval_episodes", "8"], capfd)
     assert code == 0
     result = json.loads(out.strip().splitlines()[-1])
     assert result == json.loads((finished / "summary.json").read_text())["test"]
@@ -1482,7 +1456,7 @@ def test_ppo(tmp_path, capfd, keep_sigint):
     argv = [*SMALL, "--algo", "ppo", "--out", str(tmp_path / "ppo"), "--total_env_steps", "60"]
     skip = argv.index("--score_episodes")  # flags given by hand would win over --algo ppo
     argv = argv[:skip] + argv[skip + 6 :]
-    code, _, err = run_here(argv, capfd)
+    code, _, err = main_here(threespo, argv, capfd)
     assert code == 0, err[-2000:]
     summary = json.loads((tmp_path / "ppo" / "summary.json").read_text())
     assert summary["algo"] == "ppo" and "ppo" in summary["stages"]
@@ -1493,14 +1467,14 @@ def test_ppo(tmp_path, capfd, keep_sigint):
 
 @pytest.mark.e2e
 def test_bc_and_the_prompt_scorer(tmp_path, capfd, keep_sigint):
-    code, _, err = run_here([*SMALL, "--algo", "bc", "--out", str(tmp_path / "bc")], capfd)
+    code, _, err = main_here(threespo, [*SMALL, "--algo", "bc", "--out", str(tmp_path / "bc")], capfd)
     assert code == 0, err[-2000:]
     summary = json.loads((tmp_path / "bc" / "summary.json").read_text())
     assert (
         set(summary["stages"]) == {"warmup"} and summary["env_steps"] == 0 and (tmp_path / "bc" / "report.md").exists()
     )
     argv = [*SMALL, "--scorer", "prompt", "--out", str(tmp_path / "prompt"), "--total_env_steps", "150"]
-    code, _, err = run_here(argv, capfd)
+    code, _, err = main_here(threespo, argv, capfd)
     assert code == 0, err[-2000:]
     rows = common.read_jsonl(tmp_path / "prompt" / "metrics.jsonl")
     assert any("score/rank_corr" in r for r in rows) and any("policy/pg_loss" in r for r in rows)

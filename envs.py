@@ -605,7 +605,7 @@ class WebNav(Env):
     KINDS: ClassVar[dict] = {  # shares of the goals
         "price": 21, "reviews": 20, "shipping": 20, "help": 16, "order": 3, "cart": 18, "cheapest": 2,
     }  # fmt: skip
-    MODIFIED = 0.15  # share of labels with a word before or behind the usual one
+    MODIFIED = 0.08  # share of labels with a word before or behind the usual one
     COOKIES = 0.2  # probability of a cookie banner
     CART_LINK = 0.15  # probability of a link to the cart on the home page (an empty page: a detour)
     GHOST_HOME = 0.15  # probability of a broken link on the home page
@@ -613,7 +613,7 @@ class WebNav(Env):
     DEAD_END = 0.25  # probability of a dead-end page linked from home
     PAIR = 0.10  # probability that product pages also sell the similar product (a second, equal button)
     WAS_PRICE = 0.15  # probability of an old price beside the price
-    SEARCH = 0.1  # share of product tasks whose home page links no category: the search box leads there
+    SEARCH = 0.05  # share of product tasks whose home page links no category: the search box leads there
     CATEGORIES = 3
     PRODUCTS = (2, 5)  # products in a category, least and most
     CHEAPEST_PRODUCTS = (2, 3)  # the same for the category of a cheapest task

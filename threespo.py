@@ -55,7 +55,7 @@ class Args:
     eval_only: str = ""  # evaluate the best checkpoint of this run folder on the test tasks and stop
     algo: Literal["3spo", "ppo", "bc"] = "3spo"  # ppo: no score pre-training, no replay; bc: stop after the warm-up
     preset: Literal["default", "quick"] = "default"  # quick: every stage with small numbers, to see the machinery
-    total_env_steps: int = 1700  # environment steps of the stages score and 3spo together
+    total_env_steps: int = 2600  # environment steps of the stages score and 3spo together
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks
     eval_episodes: int = 100  # held-out test tasks after each stage
@@ -74,22 +74,23 @@ class Args:
     warmup_epochs: int = 3  # passes over the demonstrations
     warmup_lr: float = 2e-3  # learning rate of cloning (its own cosine)
     warmup_minibatch: int = 12  # steps a cloning update (small: the number of updates matters more than their noise)
-    score_episodes: int = 48  # episodes of the warmed policy that pre-train the score (4.2 B)
+    score_episodes: int = 96  # episodes of the warmed policy that pre-train the score (4.2 B)
     random_episodes: int = 10  # episodes of random legal actions beside them
     score_minibatch: int = 16  # steps a score update
-    score_epochs: int = 2  # most passes of score pre-training; stops when the held-out error rises
-    score_lr: float = 6e-4  # learning rate of the score adapter and head (4.3)
+    score_epochs: int = 1  # most passes of score pre-training; stops when the held-out error rises
+    score_lr: float = 3e-4  # learning rate of the score adapter and head (4.3)
+    head_l2: float = 500.0  # weight decay, over the number of steps, of the head's full-batch fit; 0: no such fit
     scorer: Literal["model", "prompt"] = "model"  # prompt: zero-shot rating by the base model, for comparison (3.2)
     score_loss: Literal["mse", "hlgauss"] = "mse"  # squared error of the mean, or histogram cross-entropy
     score_entropy: float = 0.003  # β_H of (3), against over-confident scores (4.3)
-    score_passes: float = 0.7  # score updates an iteration, in units of the fresh steps
+    score_passes: float = 0.0  # adapter updates of the score an iteration, in units of the fresh steps (0: head alone)
     gamma: float = 0.95  # discount (4.3)
     gae_lambda: float = 0.5  # λ of (4): 0 score difference, 1 return minus score
     adv_clip: float = 1.0  # advantages are normalised, then clipped to this (4.3)
     neg_scale: float = 0.5  # negative ones are then multiplied by this: many failed steps must not drown the good ones
-    episodes_per_iter: int = 48  # episodes collected an iteration
+    episodes_per_iter: int = 96  # episodes collected an iteration
     policy_lr: float = 4e-4  # learning rate of the policy adapter in stage 3spo
-    policy_passes: float = 3.0  # policy updates an iteration, in units of the fresh steps
+    policy_passes: float = 1.5  # policy updates an iteration, in units of the fresh steps
     minibatch: int = 96  # steps a policy update (few and large: the gradient of so few episodes is mostly noise)
     clip_eps: float = 0.2  # ε of (5)
     kl_coef: float = 0.01  # weight of k3(π || π_ref)
@@ -106,11 +107,12 @@ TUNED = {  # defaults that depend on another flag; a flag given by hand always w
     ("preset", "quick"): dict(total_env_steps=350, demos=24, warmup_epochs=3, score_episodes=16, random_episodes=8,
                               score_epochs=1, episodes_per_iter=16, num_envs=24, val_episodes=8, eval_episodes=24),
     ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", warmup_lr=2e-3, score_lr=1e-3,
-                            policy_lr=2e-4, micro_tokens=8192),
+                            score_passes=0.7, policy_lr=2e-4, micro_tokens=8192),
     ("env", "gridworld"): dict(demos=450, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
                                score_episodes=150, random_episodes=60, episodes_per_iter=80, num_envs=100, gamma=0.9,
                                score_minibatch=32, score_epochs=4),
-    ("algo", "ppo"): dict(replay_iters=1, score_episodes=0, random_episodes=0, score_epochs=0),
+    ("algo", "ppo"): dict(replay_iters=1, score_episodes=0, random_episodes=0, score_epochs=0, score_passes=0.7,
+                          head_l2=0.0),
 }  # fmt: skip
 
 
@@ -154,14 +156,51 @@ class ScoreModel:
         return self.head(last_hidden(self.lm, trunks).float()).log_softmax(-1)  # (B, K)
 
     @torch.no_grad()
-    def score(self, steps) -> np.ndarray:
-        """S of the states of any number of steps, in token-budgeted batches -> (B,)."""
-        out = np.zeros(len(steps))
+    def features(self, steps) -> torch.Tensor:
+        """The head's inputs (B, D), in token-budgeted batches; kept in the steps until the adapter is updated."""
+        missing = [s for s in steps if s.feature_at != self.optimizer.steps]
         with self.lm.adapter("score"):
-            for rows in token_batches([len(s.state) for s in steps], self.args.micro_tokens):
-                probs = self.distribution([steps[i].state_trunk for i in rows]).exp()  # (b, K)
-                out[rows] = (probs @ self.atoms).cpu().numpy()
-        return out
+            for rows in token_batches([len(s.state) for s in missing], self.args.micro_tokens):
+                hidden = last_hidden(self.lm, [missing[i].state_trunk for i in rows]).float().cpu()  # (b, D)
+                for i, feature in zip(rows, hidden, strict=True):
+                    missing[i].feature, missing[i].feature_at = feature.clone(), self.optimizer.steps  # (D,)
+        return torch.stack([s.feature for s in steps]).to(self.lm.device)
+
+    @torch.no_grad()
+    def score(self, steps) -> np.ndarray:
+        """S of the states of any number of steps -> (B,)."""
+        if not steps:
+            return np.zeros(0)
+        return (self.head(self.features(steps)).softmax(-1) @ self.atoms).cpu().numpy()
+
+    def fit_head(self, steps):
+        """Fit the head to `step.ret` of all steps at once: L-BFGS on (3) plus head_l2/B ||W||², on features of unit σ.
+
+        Minibatches left the mean of S swinging by a tenth of its range; a full batch of stored features takes a second.
+        """
+        if not self.args.head_l2:
+            return
+        x = self.features(steps)  # (B, D)
+        targets = self.to_score(np.array([s.ret for s in steps]))  # (B,)
+        targets = torch.as_tensor(targets, dtype=torch.float32, device=self.lm.device)
+        sigma, ones = x.std(0, correction=0).clamp(min=1e-3), torch.ones_like(targets)  # (D,), (B,)
+        weight, bias = self.head.weight.detach() * sigma, self.head.bias.detach().clone()  # (K, D), (K,)
+        solver = torch.optim.LBFGS([weight.requires_grad_(), bias.requires_grad_()], max_iter=60,
+                                   line_search_fn="strong_wolfe")  # fmt: skip
+
+        def closure():
+            solver.zero_grad()
+            log_probs = (x / sigma @ weight.T + bias).log_softmax(-1)  # (B, K)
+            loss = self.loss(log_probs, targets, ones) + self.args.head_l2 * weight.square().sum()
+            loss = loss / len(steps)  # mean over the steps
+            loss.backward()
+            return loss
+
+        solver.step(closure)
+        with torch.no_grad():
+            self.head.weight.copy_(weight / sigma)
+            self.head.bias.copy_(bias)
+        self.optimizer.adopt()
 
     def loss(self, log_probs, targets, weights) -> torch.Tensor:
         """Equation (3), summed over the batch: squared error of the mean (or histogram cross-entropy) and entropy term.
@@ -276,6 +315,8 @@ class Step:
     version: int = -1  # iteration of the policy that sampled it; -1: not sampled by the policy
     final_state: list[int] | None = None  # state after the last step of a truncated episode (bootstrap)
     final_trunk: torch.Tensor | None = None
+    feature: torch.Tensor | None = None  # (D,) the score head's input at s_t
+    feature_at: int = -1  # updates of the score adapter when it was computed
     sampler_logp: torch.Tensor | None = None  # (n,) from cached decoding, only to measure the gap
     logp: torch.Tensor | None = None  # (n,) under the policy that sampled it, by the training forward
     ref_logp: torch.Tensor | None = None  # (n,) under the frozen reference
@@ -635,6 +676,8 @@ def pretrain_score(L: Learner):
         loss = L.epoch(*fit) if L.scorer.optimizer else 0.0
         if L.stop:
             break
+        if L.scorer.optimizer:
+            L.scorer.fit_head(kept)
         p.iteration += 1
         fill_values(L.scorer, [*kept, *held])
         train, _ = score_error(L.scorer, kept, p.score_constant)
@@ -648,10 +691,14 @@ def pretrain_score(L: Learner):
         p.score_best = min(p.score_best, val)
         if not L.scorer.optimizer:
             break  # the prompt scorer has nothing to fit
+        if not p.below:
+            L.save("best")
         L.save()
     bar.close()
     if L.stop:
         return
+    if p.below:
+        L.restore("best", weights_only=True)  # the pass before the error rose
     p.stage, p.iteration, p.below, p.stage_start = args.algo, 0, 0, p.env_steps
     L.save("best")
     L.save()
@@ -744,11 +791,12 @@ def main(argv=None) -> int:
         ring = L.replay.steps
         if L.scorer.optimizer:
             beta = args.priority_beta + (1 - args.priority_beta) * progress
-            size, rng = max(1, round(args.score_passes * len(steps))), rng_for(args.seed, "score", version)
+            size, rng = round(args.score_passes * len(steps)), rng_for(args.seed, "score", version)
             batch, weights = L.replay.sample(rng, ring, size, beta)
             for first in range(0, len(batch), args.score_minibatch):
                 part = slice(first, first + args.score_minibatch)
                 L.scorer.update(batch[part], weights[part], progress)
+            L.scorer.fit_head(ring)
         p.score_constant = float(np.mean(L.scorer.to_score(np.array([s.ret for s in ring]))))
 
         # ---- ADVANTAGE: V, G and A of the whole ring from the score just updated

@@ -578,6 +578,52 @@ def test_fill_values_also_fills_the_state_a_truncated_episode_ended_in(tiny):
     assert steps[0].final_value == 0.0
 
 
+def by_hand(model, rows):
+    """Steps with features (D,) and returns given by hand: `rows` of (first feature, return)."""
+    steps = [Step([5], None, [1], ret=ret) for _, ret in rows]
+    for step, (x, _) in zip(steps, rows, strict=True):
+        step.feature = torch.zeros(model.lm.hidden_size)
+        step.feature[0], step.feature_at = x, model.optimizer.steps
+    return steps
+
+
+def test_fit_head_weighs_the_error_against_the_size_of_the_weights(tiny):
+    rows = [(-1.0, -0.5), (-1.0, -0.7), (1.0, 0.1), (1.0, 0.3)]  # two kinds of states with mean returns -0.6 and 0.2
+    loose = ScoreModel(tiny, (-1.0, 1.0), Args(head_l2=1e-6, score_entropy=0.0))
+    steps = by_hand(loose, rows)
+    loose.fit_head(steps)
+    assert loose.score(steps) == pytest.approx([-0.6, -0.6, 0.2, 0.2], abs=0.01)
+    stiff = ScoreModel(tiny, (-1.0, 1.0), Args(head_l2=4e3, score_entropy=0.0))
+    steps = by_hand(stiff, rows)
+    stiff.fit_head(steps)
+    assert stiff.score(steps) == pytest.approx([-0.2] * 4, abs=0.01)  # the bias alone: the mean of all returns
+    assert torch.equal(stiff.optimizer.master["head.bias"], stiff.head.bias)  # the next adapter update starts from it
+
+
+def test_fit_head_is_off_at_zero_and_leaves_the_adapter_alone(tiny):
+    model = with_random_head(ScoreModel(tiny, (-1.0, 1.0), Args(head_l2=0.0)))
+    before = {k: v.detach().clone() for k, v in model.optimizer.params.items()}
+    model.fit_head(by_hand(model, [(1.0, 0.5), (-1.0, 0.0)]))
+    assert all(torch.equal(before[k], v) for k, v in model.optimizer.params.items())
+    model.args.head_l2 = 1.0
+    model.fit_head(by_hand(model, [(1.0, 0.5), (-1.0, 0.0)]))
+    moved = {k for k, v in model.optimizer.params.items() if not torch.equal(before[k], v)}
+    assert moved == {"head.weight", "head.bias"} and model.optimizer.steps == 0
+
+
+def test_features_are_computed_once_until_the_adapter_moves(tiny, monkeypatch):
+    model = small_score(tiny)
+    steps, passes = toy(tiny, 4, 2), []
+    real = threespo.last_hidden
+    monkeypatch.setattr(threespo, "last_hidden", lambda lm, trunks: passes.append(len(trunks)) or real(lm, trunks))
+    first = model.features(steps)
+    again = model.features(steps)
+    assert sum(passes) == 4 and torch.equal(first, again)
+    model.update(steps, np.ones(4), 0.0)
+    passes.clear()
+    assert not torch.equal(model.features(steps), first) and sum(passes) == 4
+
+
 def test_state_score_ignores_the_action_tokens(tiny):
     model = with_random_head(ScoreModel(tiny, (0.0, 1.0), Args()))
     state = random_prompts((8,))[0]

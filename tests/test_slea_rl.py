@@ -310,7 +310,7 @@ def test_evaluator_learns_which_step_matters_and_beats_the_constant(tiny):
     kept, held = ([s for i, s in enumerate(steps) if (i % 5 == 4) == side] for side in (False, True))
     for credit in ("difference", "counterfactual", "inverse"):
         evaluator = evaluator_of(tiny, credit=credit, evaluator_lr=3e-3)
-        for chunk in slea_rl.minibatches(kept, 32, 12, "test"):
+        for chunk in common.minibatches(kept, 32, 12, "test"):
             evaluator.update(chunk, 0.0)
         error, constant = evaluator.errors(held, kept)
         assert constant == pytest.approx(1.0, abs=0.05) and error < 0.7 * constant  # places 0 and 1 cannot know
@@ -490,8 +490,7 @@ def test_one_micro_step_a_turn_is_ordinary_gae():
 
 def prepared(lm, args, texts=(THINK, "go", "<think>1. see light</think> stop"), seed=0):
     steps = answered(lm, list(texts), random_prompts((9, 4, 13), seed=seed)[: len(texts)])
-    slea_rl.fill_logprobs(lm, steps, "policy", "logp", args)
-    slea_rl.fill_logprobs(lm, steps, "ref", "ref_logp", args)
+    common.fill_logprobs(slea_rl.token_logprobs, lm, steps, args, logp="policy", ref_logp="ref")
     for step in steps:
         step.version, step.terminated = 1, True
         step.advantages, step.credits = [0.0] * len(step.ends), [0.0] * len(step.ends)
@@ -539,16 +538,6 @@ def test_the_critic_learns_its_targets_and_nothing_else_moves(fresh):
 def test_per_token_by_hand():
     step = Step([1], torch.zeros(0), [5, 6, 7, 8, 9], ends=[2, 3, 5])
     assert slea_rl.per_token(step, [0.5, -1.0, 2.0]).tolist() == [0.5, 0.5, -1.0, 2.0, 2.0]
-
-
-def test_minibatches_cover_the_passes():
-    steps = list(range(10))
-    chunks = list(slea_rl.minibatches(steps, 4, 2.5, "key"))
-    flat = [x for c in chunks for x in c]
-    assert [len(c) for c in chunks] == [4, 4, 4, 4, 4, 4, 1]
-    assert sorted(flat[:10]) == steps and sorted(flat[10:20]) == steps and len(set(flat[20:])) == 5
-    assert list(slea_rl.minibatches(steps, 4, 2.5, "key")) == chunks
-    assert len(list(slea_rl.minibatches(steps, 4, 0.0, "key"))) == 1
 
 
 def policy_logp(lm, steps, args):

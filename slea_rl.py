@@ -88,6 +88,7 @@ class Args:
     gamma: float = 0.95  # discount a turn
     gae_lambda: float = 0.95  # λ of (5), a micro-step
     adv_clip: float = 2.0  # advantages are normalised, then clipped to this
+    neg_scale: float = 0.5  # negative ones are then multiplied by this: many failed steps must not drown the good ones
     episodes_per_iter: int = 40  # episodes collected an iteration
     policy_lr: float = 4e-4  # learning rate of the policy adapter in stage slea
     policy_passes: float = 2.0  # passes of the policy over the fresh turns an iteration
@@ -519,6 +520,7 @@ def fill_advantages(steps: list[Step], args) -> np.ndarray:
     columns = [np.array(column) for column in zip(*rows, strict=True)]
     advantages = micro_gae(*columns, args.gamma, args.gae_lambda)
     targets, scaled = advantages + columns[1], normalise(advantages, args.adv_clip)
+    scaled[scaled < 0] *= args.neg_scale
     cuts = np.cumsum([len(s.ends) for s in steps])[:-1]
     for step, a, g in zip(steps, np.split(scaled, cuts), np.split(targets, cuts), strict=True):
         step.advantages, step.targets = a.tolist(), g.tolist()

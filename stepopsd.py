@@ -107,6 +107,7 @@ class Args:
     gamma: float = 0.95  # discount
     gae_lambda: float = 0.9  # λ_gae of (6)
     adv_clip: float = 2.0  # advantages are normalised, then clipped to this
+    neg_scale: float = 0.5  # negative ones are then multiplied by this: many failed steps must not drown the good ones
     episodes_per_iter: int = 32  # episodes collected an iteration
     policy_lr: float = 4e-4  # learning rate of the policy adapter in stage stepopsd
     policy_passes: float = 2.0  # policy updates an iteration, in units of the fresh steps
@@ -553,6 +554,7 @@ def fill_advantages(steps: list[Step], args) -> np.ndarray:
     own = np.array([s.version >= 0 for s in steps])
     scaled = np.zeros_like(advantages)
     scaled[own] = normalise(advantages[own], args.adv_clip)
+    scaled[scaled < 0] *= args.neg_scale
     for step, delta, advantage in zip(steps, deltas, scaled, strict=True):
         step.delta, step.advantage = float(delta), float(advantage)
     return advantages[own]

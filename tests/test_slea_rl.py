@@ -455,13 +455,14 @@ def turn_of(m, reward=0.0, credits=None, values=None, **more):
 
 
 def test_fill_advantages_puts_credit_on_thoughts_and_reward_on_actions():
-    args = Args(gamma=0.5, gae_lambda=1.0, adv_clip=10.0)
+    args = Args(gamma=0.5, gae_lambda=1.0, adv_clip=10.0, neg_scale=0.25)
     episode = [turn_of(3, -0.1, [0.3, 0.2, 99.0]), turn_of(1, 1.0, [99.0], terminated=True)]
     raw = fill_advantages(episode, args)  # V = 0, λ = 1: the discounted sums to come
     assert raw == pytest.approx([0.3 + 0.2 - 0.1 + 0.5, 0.2 - 0.1 + 0.5, -0.1 + 0.5, 1.0])
     assert episode[0].targets + episode[1].targets == pytest.approx(raw.tolist())
     flat = np.array(episode[0].advantages + episode[1].advantages)
-    assert flat == pytest.approx((raw - raw.mean()) / raw.std())
+    z = (raw - raw.mean()) / raw.std()
+    assert (z < 0).any() and flat == pytest.approx(np.where(z < 0, 0.25 * z, z))
     with_values = [turn_of(1, 1.0, values=[0.25], truncated=True, final_value=2.0)]
     assert fill_advantages(with_values, args) == pytest.approx([1 + 0.5 * 2 - 0.25])  # cut off: bootstraps
     assert with_values[0].targets == pytest.approx([2.0]) and with_values[0].advantages == [0.0]  # zero variance

@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 
 import common
-from common import LM, Optimizer, rng_for, token_batches, torch_rng_for
+from common import LM, RL_FLOOR, Optimizer, rng_for, token_batches, torch_rng_for
 from envs import make_env
 
 
@@ -194,7 +194,7 @@ class StepEvaluator(torch.nn.Module):
         torch.nn.init.zeros_(self.out.weight)  # an evaluator that has learned nothing gives no credit
         torch.nn.init.zeros_(self.out.bias)
         self.to(lm.device)
-        self.optimizer = Optimizer(dict(self.named_parameters()), args.evaluator_lr, weight_decay=0.01)
+        self.optimizer = Optimizer(dict(self.named_parameters()), args.evaluator_lr, weight_decay=0.01, floor=RL_FLOOR)
 
     def forward(self, sequences: list[torch.Tensor]) -> torch.Tensor:
         x = common.pad(sequences)[0].to(self.out.weight.device)  # (B, M, D) padding lies in the future
@@ -324,7 +324,7 @@ class Critic:
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
         params = {**lm.params("value"), "head.weight": self.head.weight, "head.bias": self.head.bias}
-        self.optimizer = Optimizer(params, args.critic_lr, weight_decay=0.01)
+        self.optimizer = Optimizer(params, args.critic_lr, weight_decay=0.01, floor=RL_FLOOR)
 
     to_score = StepEvaluator.to_score
 

@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 
 import common
-from common import LM, Optimizer, rng_for, split_episodes, token_batches, torch_rng_for, turns_in, turns_of
+from common import LM, RL_FLOOR, Optimizer, rng_for, split_episodes, token_batches, torch_rng_for, turns_in, turns_of
 from envs import make_env
 
 
@@ -215,7 +215,7 @@ class RewardModel:
             with common.torch_seed(args.seed, "reward model", m):
                 self.nets.append(RewardNet(embed.size, args.rm_dropout, longest=max(high, 8)).eval())
         params = {f"{m}.{k}": p for m, net in enumerate(self.nets) for k, p in net.named_parameters()}
-        self.optimizer = Optimizer(params, args.rm_lr, weight_decay=args.rm_decay)
+        self.optimizer = Optimizer(params, args.rm_lr, weight_decay=args.rm_decay, floor=RL_FLOOR)
         self.mean, self.std = np.zeros(len(self.nets)), np.ones(len(self.nets))  # (M,) of raw step rewards in the ring
 
     def batch(self, segments: list[list[tuple[str, str]]]):
@@ -373,7 +373,7 @@ class ValueModel:
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
         params = {**lm.params("value"), "head.weight": self.head.weight, "head.bias": self.head.bias}
-        self.optimizer = Optimizer(params, args.value_lr, weight_decay=0.01)
+        self.optimizer = Optimizer(params, args.value_lr, weight_decay=0.01, floor=RL_FLOOR)
 
     def read(self, steps) -> torch.Tensor:
         """V and success logit of B states (B, 2). Call with adapter `value` active."""

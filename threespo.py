@@ -39,7 +39,7 @@ import torch
 from tqdm import tqdm
 
 import common
-from common import LM, Optimizer, rng_for, token_batches, torch_rng_for
+from common import LM, RL_FLOOR, Optimizer, rng_for, token_batches, torch_rng_for
 from envs import make_env
 
 
@@ -567,6 +567,8 @@ def pretrain_score(L: Learner):
     if L.stop:
         return
     p.stage, p.iteration, p.below, p.stage_start = args.algo, 0, 0, p.env_steps
+    if L.scorer.optimizer:
+        L.scorer.optimizer.floor = RL_FLOOR
     L.save("best")
     L.save()
 

@@ -130,7 +130,7 @@ LIMITS = {  # (lowest, highest) value of a flag a run can use
                    "minibatch warmup_minibatch score_minibatch pairs rm_minibatch rm_every rm_memory "
                    "value_minibatch critic_minibatch",
     (0, math.inf): "target_kl score_episodes random_episodes score_epochs score_passes policy_passes kl_coef ent_coef "
-                   "score_entropy value_passes rm_passes rm_decay smoothness turn_coef kappa curiosity "
+                   "score_entropy value_passes value_warmup rm_passes rm_decay smoothness turn_coef kappa curiosity "
                    "evaluator_passes critic_passes critic_iters imitation",
     (0, 1): "gamma gae_lambda policy_lr score_lr warmup_lr demo_noise priority_alpha priority_beta rollback_drop "
             "value_lr rm_lr pos_frac augment lam critic_lr evaluator_lr imitation_quantile neg_scale",
@@ -1316,8 +1316,10 @@ class Checkpoints:
 
     def log(self, row: dict, clock: Stopwatch | None = None):
         """One line of metrics, with the seconds of each phase."""
+        laps = clock.laps if clock else {}
+        self.p.env_seconds += laps.get("collect", 0.0)
         where = {"env_steps": self.p.env_steps, "iter": self.p.iteration, "stage": self.p.stage}
-        self.run.log(where | row | {f"time/{k}": v for k, v in (clock.laps if clock else {}).items()})
+        self.run.log(where | row | {f"time/{k}": v for k, v in laps.items()})
 
     def wall_s(self) -> float:
         return self.p.wall_s + time.time() - self.started
@@ -2096,6 +2098,14 @@ def show_scores(traces: list[dict], steps: list, to_score):
     """Add S, V and the return of the steps to the rows of their traces, for episodes.jsonl."""
     for step, row in zip(steps, (row for t in traces for row in t["steps"]), strict=True):
         row |= {"score": float(to_score(np.float64(step.value))), "value": step.value, "return": step.ret}
+
+
+def hold_out(steps: list) -> tuple[list, list]:
+    """Steps of whole episodes laid end to end -> (those to fit on, those of every fifth episode, held out)."""
+    kept, held = [], []
+    for i, episode in enumerate(split_episodes(steps)):
+        (held if i % 5 == 4 else kept).extend(episode)
+    return kept, held
 
 
 def hacking_alarm(episodes, version: int, rise: float = 0.1, fall: float = 0.1) -> bool:

@@ -782,7 +782,6 @@ def main(argv=None) -> int:
 
         # ---- EVAL, LOG, SAVE
         p.iteration, p.env_steps, p.episodes = version, p.env_steps + len(steps), tasks.stop
-        p.env_seconds += clock.laps["collect"]
         row = common.rollout_row(episodes, stats, traces, advantages, clock.laps["collect"]) | logs | shares | credit
         row |= {"policy/lr": L.policy.rate(progress), "policy/skipped_steps": L.policy.skipped,
                 "score/mse_train": mse_train, "score/mse_val": mse_val, "score/mse_constant": mse_constant,

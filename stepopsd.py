@@ -104,6 +104,7 @@ class Args:
     value_lr: float = 6e-4  # learning rate of the value adapter and head
     value_minibatch: int = 16  # steps a value update
     value_passes: float = 0.7  # value updates an iteration, in units of the fresh steps
+    value_warmup: float = 3.0  # passes over the first episodes instead: no policy update follows an untrained value
     gamma: float = 0.95  # discount
     gae_lambda: float = 0.9  # λ_gae of (6)
     adv_clip: float = 2.0  # advantages are normalised, then clipped to this
@@ -761,10 +762,13 @@ def main(argv=None) -> int:
         fill_values(L.value, ring)
         fill_returns(ring, args.gamma)
         mse_val, mse_constant = common.score_error(steps, float(np.mean([s.ret for s in ring])))
-        passes = args.value_passes * len(steps) / len(ring)
-        chunks = common.minibatches(ring, args.value_minibatch, passes, args.seed, "value", version)
+        kept, held = common.hold_out(ring) if version == 1 else (ring, [])
+        passes = args.value_warmup if version == 1 else args.value_passes * len(steps) / len(ring)
+        chunks = common.minibatches(kept, args.value_minibatch, passes, args.seed, "value", version)
         norms = [L.value.update(chunk, progress) for chunk in chunks]
         fill_values(L.value, ring)
+        if held:  # does the first policy update follow a value that knows more than the mean?
+            logs["value/mse_val"], logs["value/mse_constant"] = common.score_error(held, np.mean([s.ret for s in kept]))
         advantages = fill_advantages(ring, args)
         mse_train, _ = common.score_error(ring, 0.0)
         clock.lap("value")
@@ -777,7 +781,6 @@ def main(argv=None) -> int:
 
         # ---- EVAL, LOG, SAVE
         p.iteration, p.env_steps, p.episodes = version, p.env_steps + len(steps), tasks.stop
-        p.env_seconds += clock.laps["collect"]
         row = common.rollout_row(episodes, stats, traces, advantages, clock.laps["collect"]) | logs
         row |= common.reward_row(ring, steps, spread, args.reward_clip, version)
         row |= {"policy/lr": L.policy.rate(progress), "policy/skipped_steps": L.policy.skipped,

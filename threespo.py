@@ -538,9 +538,7 @@ def pretrain_score(L: Learner):
     args, p = L.args, L.p
     if not L.replay.iterations and args.score_episodes:
         collect_for_score(L)
-    held, kept = [], []
-    for i, episode in enumerate(common.split_episodes(L.replay.steps)):  # every fifth one is held out
-        (held if i % 5 == 4 else kept).extend(episode)
+    kept, held = common.hold_out(L.replay.steps)
     if kept and held:
         p.score_constant = float(np.mean(L.scorer.to_score(np.array([s.ret for s in kept]))))
     bar = tqdm(total=args.score_epochs, initial=p.iteration, desc="score: fit", unit="epoch", disable=not kept)
@@ -640,7 +638,6 @@ def main(argv=None) -> int:
 
         # ---- EVAL, LOG, SAVE
         p.iteration, p.env_steps, p.episodes = version, p.env_steps + len(steps), tasks.stop
-        p.env_seconds += clock.laps["collect"]
         row = common.rollout_row(episodes, stats, traces, advantages, clock.laps["collect"]) | logs
         row |= {"policy/lr": L.policy.rate(progress), "policy/skipped_steps": L.policy.skipped,
                 "score/mse_train": mse_train, "score/mse_val": mse_val, "score/mse_constant": mse_constant,

@@ -13,7 +13,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, main_here, random_prompts, rows_of
+from conftest import ROOT, main_here, random_prompts, rows_of, starts_from_the_policy, warmed_up
 
 import common
 import slea_rl
@@ -534,6 +534,11 @@ def test_the_critic_learns_its_targets_and_nothing_else_moves(fresh):
     for adapter in ("policy", "ref"):
         assert all(torch.equal(v, before[adapter][k]) for k, v in fresh.params(adapter).items())
     assert any(not torch.equal(v, before["value"][k]) for k, v in fresh.params("value").items())
+
+
+def test_the_critic_starts_from_the_cloned_policy(tmp_path, keep_sigint):
+    learner = warmed_up(slea_rl, tmp_path)
+    assert starts_from_the_policy(learner.lm, "value", learner.scorer.optimizer)
 
 
 def test_per_token_by_hand():

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, main_here, random_prompts, rows_of, tensors_of
+from conftest import ROOT, main_here, random_prompts, rows_of, starts_from_the_policy, tensors_of, warmed_up
 
 import common
 import stepopsd
@@ -795,6 +795,12 @@ def test_hacking_alarm():
     assert not common.hacking_alarm([e for e in ring((0.0, 0.4), (0.8, 0.4)) if e[0].version == 2], 2)
 
 
+def test_every_fifth_episode_is_held_out():
+    parts = [episode(1 + i % 2, f"e{i}") for i in range(11)]
+    kept, held = common.hold_out([s for e in parts for s in e])
+    assert held == parts[4] + parts[9] and kept == [s for i, e in enumerate(parts) if i not in (4, 9) for s in e]
+
+
 def test_split_episodes_is_the_inverse_of_laying_end_to_end():
     two = episode(3, "b")
     two[-1].terminated, two[-1].truncated = False, True
@@ -831,6 +837,11 @@ def test_value_update_moves_only_the_value_adapter_and_learns():
     assert values == pytest.approx(goals, abs=0.3) and [x > 0 for x in logits] == [True, False, True, True]
     moved = {k for k, p in lm.peft.named_parameters() if not torch.equal(p, before[k])}
     assert moved and all(".value." in k for k in moved)
+
+
+def test_the_value_starts_from_the_cloned_policy(tmp_path, keep_sigint):
+    learner = warmed_up(stepopsd, tmp_path)
+    assert starts_from_the_policy(learner.lm, "value", learner.value.optimizer)
 
 
 def test_outlook_is_the_state_after_the_step():
@@ -1058,6 +1069,7 @@ def test_a_run_leaves_everything(finished):
     assert len(updates) >= 2 and all(r["policy/first_ratio_dev"] < 1e-3 for r in updates)
     assert ["pref/labels" in r for r in updates[:3]] == [True, False, True][: len(updates)]  # --rm_every 2
     assert all(sum(r["reward/hist"]) > 0 for r in updates)
+    assert ["value/mse_val" in r for r in updates[:2]] == [True, False]  # the value was fitted before the first update
     report = (finished / "report.md").read_text()
     assert "Spot check" in report and "**Highest" in report and "**Lowest" in report and "| uniform |" in report
     table = json.loads((finished / "decompositions.json").read_text())

@@ -23,9 +23,11 @@ from conftest import (
     randomise,
     reference_logprobs,
     rows_of,
+    starts_from_the_policy,
     steady,
     tensors_of,
     top_rows,
+    warmed_up,
 )
 
 import common
@@ -1582,11 +1584,5 @@ def test_negative_advantages_are_scaled_down_after_the_clip():
 
 
 def test_the_score_starts_from_the_cloned_policy(tmp_path, keep_sigint):
-    learner = threespo.Learner([*SMALL, "--out", str(tmp_path / "run")])
-    threespo.warm_up(learner)
-    score = learner.lm.params("score")
-    for key, weight in learner.lm.params("policy").items():
-        other = score[key.replace(".policy.", ".score.")]
-        assert torch.equal(weight, other)
-    masters = learner.scorer.optimizer.master  # the next update starts from these weights, not from the old ones
-    assert all(torch.equal(masters[k], p.float()) for k, p in score.items())
+    learner = warmed_up(threespo, tmp_path)
+    assert starts_from_the_policy(learner.lm, "score", learner.scorer.optimizer)

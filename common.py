@@ -366,9 +366,7 @@ def load_model(name, *, seed=0, device="auto", dtype="auto", load_4bit=True, lor
             except (OSError, ValueError) as error:
                 raise UserError(f"--model {name}: {str(error).strip().splitlines()[0]}") from None
     n_layers = model.config.num_hidden_layers
-    upper = {"half": n_layers - n_layers // 2, "all": n_layers}.get(lora_layers)
-    upper = upper or _positive_int("--lora_layers", lora_layers)
-    first = max(0, n_layers - upper)
+    first = n_layers - adapted_layers(lora_layers, n_layers)
     _no_dropout(model)
     lora = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, lora_dropout=0.0, target_modules=LORA_TARGETS,
                       layers_to_transform=list(range(first, n_layers)))  # fmt: skip
@@ -436,10 +434,12 @@ def _fix_4bit_on_cpu(model, compute, dense_cache: bool) -> bool:
     return keep
 
 
-def _positive_int(flag, value) -> int:
-    if not str(value).isdigit() or int(value) < 1:
-        raise UserError(f"{flag} {value}: expected half, all or a positive number of layers")
-    return int(value)
+def adapted_layers(value: str, layers: int) -> int:
+    """How many of the top layers get LoRA."""
+    known = {"half": layers - layers // 2, "all": layers}
+    if value not in known and not (str(value).isdigit() and int(value) > 0):
+        raise UserError(f"--lora_layers {value}: expected half, all or a positive number of layers")
+    return min(layers, known.get(value) or int(value))
 
 
 def free_memory_bytes() -> int:
@@ -1994,46 +1994,42 @@ def spearman(a, b) -> float:
     return float(np.corrcoef(ra, rb)[0, 1]) if ra.std() > 0 and rb.std() > 0 else 0.0
 
 
-def heat_maps(lm: LM, env, score, grids: int = 12) -> list[dict]:
-    """Score over the cells of unseen grids beside the true distance, and their rank correlation (5.3)."""
+def distance_report(run: Run, lm: LM, env, score, grids: int = 12) -> list[str]:
+    """Scores of the cells of unseen grids beside the true distance, as heatmap.json; a line on their ranks (5.3)."""
     maps = []
     for task in range(grids):
         env.reset(seed=task)
         rows, columns, texts, distances = zip(*env.cells(), strict=True)
         states = [lm.encode(text) for text in texts]
         scores = score(states, lm.trunk(states)).tolist()
-        rank = spearman(scores, [-d for d in distances])
         cells = list(zip(rows, columns, scores, distances, strict=True))
-        maps.append(dict(size=env.size, rank_corr=rank, cells=cells))
-    return maps
-
-
-def distance_report(run, maps: list[dict]) -> str:
-    """Keep the maps as heatmap.json; one line on how the score ranks the cells, printed and returned."""
+        maps.append(dict(size=env.size, rank_corr=spearman(scores, [-d for d in distances]), cells=cells))
     write_atomic(run.folder / "heatmap.json", json.dumps(dict(grids=maps)))
     rank = float(np.mean([m["rank_corr"] for m in maps]))
-    line = f"Rank correlation of the score with minus the true distance on {len(maps)} unseen grids: {rank:.3f}."
+    line = f"Rank correlation of the score with minus the true distance on {grids} unseen grids: {rank:.3f}."
     print(line)
-    return line
+    return [line]
+
+
+def table(head: list[str], rows) -> list[str]:
+    """A Markdown table of rows of cells."""
+    return [f"| {' | '.join(map(str, cells))} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
 def case_study(traces, count: int = 2) -> list[str]:
     """Markdown for a few successes and failures: state, action, S, δS, marked at jumps and traps (article 5.3)."""
-    lines = []
+    lines, head = [], ["t", "state", "action", "reward", "S(s)", "change", ""]
     scored = [t for t in traces if "score" in (t["steps"] or [{}])[0]]
     for wanted in (True, False):
         for trace in [t for t in scored if t["success"] == wanted][:count]:
-            steps = trace["steps"]
+            scores, rows = [row["score"] for row in trace["steps"]], []
+            changes = [*np.diff(scores), None]
+            for t, (row, change) in enumerate(zip(trace["steps"], changes, strict=True)):
+                mark = "" if change is None or abs(change) <= 0.2 else "jump" if change > 0 else "trap"
+                numbers = [f"{row['reward']:+.2f}", f"{scores[t]:+.2f}", "" if change is None else f"{change:+.2f}"]
+                rows.append([t, md(row["state"], 220), md(row["action"], 80), *numbers, mark])
             lines += [f"\n**{'Success' if wanted else 'Failure'}** on test task {trace['task']}:", ""]
-            lines += ["| t | state | action | reward | S(s) | change | |", "|---|---|---|---|---|---|---|"]
-            for t, row in enumerate(steps):
-                shown, mark = "", ""
-                if t + 1 < len(steps):
-                    change = steps[t + 1]["score"] - row["score"]
-                    shown, mark = f"{change:+.2f}", "jump" if change > 0.2 else "trap" if change < -0.2 else ""
-                state, action = md(row["state"], 220), md(row["action"], 80)
-                numbers = f"{row['reward']:+.2f} | {row['score']:+.2f}"
-                lines.append(f"| {t} | {state} | {action} | {numbers} | {shown} | {mark} |")
+            lines += table(head, rows)
     return lines
 
 
@@ -2138,9 +2134,9 @@ def spot_check(episodes, window: int, count: int = 5) -> list[str]:
     for sign, title in ((1, "Highest"), (-1, "Lowest")):
         for mean, span in sorted(best[sign], key=lambda x: -sign * x[0])[:count]:
             end = "succeeded" if span[0].success else "failed"
+            rows = [[md(s.obs, 220), md(s.text, 80), f"{s.step_reward:+.2f}"] for s in span]
             lines += ["", f"**{title}, mean step reward {mean:+.2f}** (the episode {end}):", ""]
-            lines += ["| state | action | step reward |", "|---|---|---|"]
-            lines += [f"| {md(s.obs, 220)} | {md(s.text, 80)} | {s.step_reward:+.2f} |" for s in span]
+            lines += table(["state", "action", "step reward"], rows)
     return lines
 
 
@@ -2156,19 +2152,18 @@ def preference_report(run: Run, steps: list, store: PreferenceStore, window: int
 
     model_of(how) -> an untrained model. Also kept as decompositions.json.
     """
-    (rows, _, _), episodes, table = clean_preferences(store.rows[-args.rm_memory :]), split_episodes(steps), {}
-    lines = ["One model each, fitted to the older four fifths of the labels; accuracy on the newest fifth.", "",
-             "| decomposition | preference accuracy | rank correlation of step reward and true progress |",
-             "|---|---|---|"]  # fmt: skip
+    (rows, _, _), episodes, found = clean_preferences(store.rows[-args.rm_memory :]), split_episodes(steps), {}
     cut = len(rows) * 4 // 5
     for how in ("attention", "gradient", "td", "label", "uniform") if cut else ():
         model = model_of(how)
         model.fit(rows[:cut], ("compare",))
         raw, _ = model.raw([turns_of(e) for e in episodes])
-        table[how] = {"accuracy": model.accuracy(rows[cut:]), "progress_corr": progress_correlation(steps, raw[0])}
-        shown = ("n/a" if x is None else f"{x:.3f}" for x in table[how].values())
-        lines.append(f"| {' | '.join([how, *shown])} |")
-    write_atomic(run.folder / "decompositions.json", json.dumps(table))
+        found[how] = {"accuracy": model.accuracy(rows[cut:]), "progress_corr": progress_correlation(steps, raw[0])}
+    write_atomic(run.folder / "decompositions.json", json.dumps(found))
+    head = ["decomposition", "preference accuracy", "rank correlation of step reward and true progress"]
+    shown = [[how, *("n/a" if x is None else f"{x:.3f}" for x in row.values())] for how, row in found.items()]
+    lines = ["One model each, fitted to the older four fifths of the labels; accuracy on the newest fifth.", ""]
+    lines += table(head, shown)
     return {"Spot check: highest and lowest segments": spot_check(episodes, window), "Decompositions": lines}
 
 
@@ -2191,15 +2186,13 @@ def step_report(turns: list) -> dict[str, list[str]]:
     if not patterns:
         return {"Steps": ["No answer in the buffer had a thought before its action."]}
     rows = [(name, len(v), *(float(np.mean(x)) for x in zip(*v, strict=True))) for name, v in patterns.items()]
-    head = ["| step | count | mean credit | success |", "|---|---|---|---|"]
-
-    def table(chosen):
-        return [*head, *(f"| {md(n, 160)} | {count} | {c:+.3f} | {100 * s:.0f}% |" for n, count, c, s in chosen)]
-
     often = sorted(rows, key=lambda r: (-r[1], r[0]))[:20]
     usual = [r for r in rows if r[1] >= 3] or rows  # a step seen once or twice says little
     best, worst = (sorted(usual, key=lambda r: (sign * r[2], r[0]))[:10] for sign in (-1, 1))
-    sections = {"Most frequent steps": table(often), "Ten best steps": table(best), "Ten worst steps": table(worst)}
+    sections = {"Most frequent steps": often, "Ten best steps": best, "Ten worst steps": worst}
+    for title, chosen in sections.items():
+        cells = [[md(name, 160), count, f"{c:+.3f}", f"{100 * s:.0f}%"] for name, count, c, s in chosen]
+        sections[title] = table(["step", "count", "mean credit", "success"], cells)
     return sections | failed_episode(turns)
 
 
@@ -2210,15 +2203,15 @@ def failed_episode(turns: list) -> dict[str, list[str]]:
         return {}
     worst = lambda e: min(c for t in e for c in t.credits[:-1])  # noqa: E731
     episode = min(failed, key=worst)
-    lines, marked = ["| turn | step | text | credit | |", "|---|---|---|---|---|"], False
+    rows, marked = [], False
     for number, turn in enumerate(episode):
         for j, (text, credit) in enumerate(zip(turn.texts, turn.credits, strict=True)):
             last = j == len(turn.texts) - 1
             mark = "" if last or marked or credit > worst(episode) else "**this step failed it**"
             marked = marked or bool(mark)
             shown = f"reward {turn.reward:+.2f}" if last else f"{credit:+.3f}"
-            lines.append(f"| {number} | {'action' if last else turn.numbers[j]} | {md(text, 200)} | {shown} | {mark} |")
-    return {"A failed episode": lines}
+            rows.append([number, "action" if last else turn.numbers[j], md(text, 200), shown, mark])
+    return {"A failed episode": table(["turn", "step", "text", "credit", ""], rows)}
 
 
 def wilson(successes: int, n: int) -> list[float]:
@@ -2304,12 +2297,13 @@ def finish_run(run: Run, args, p: Progress, sections: dict[str, list[str]]):
     summary |= dict(env_steps=p.env_steps, episodes=p.episodes, wall_s=round(p.wall_s, 1), rollbacks=p.rollbacks,
                     stages=p.tested, test=final["test"], perf=perf)  # fmt: skip
     write_atomic(run.folder / "summary.json", json.dumps(summary, indent=1))
-    rows = ["| after stage | success | 95% CI | mean steps | illegal actions | wall time |", "|---" * 6 + "|"]
+    rows = []
     for stage, entry in summary["stages"].items():
         t = entry["test"]
         success, low, high, invalid = (100 * x for x in (t["success"], *t["ci95"], t["invalid_rate"]))
-        rows.append(f"| {stage} | {success:.1f}% | {low:.0f}-{high:.0f}% | {t['mean_steps']:.2f} | {invalid:.1f}% "
-                    f"| {entry['wall_s'] / 60:.1f} min |")  # fmt: skip
+        rows.append([stage, f"{success:.1f}%", f"{low:.0f}-{high:.0f}%", f"{t['mean_steps']:.2f}", f"{invalid:.1f}%",
+                     f"{entry['wall_s'] / 60:.1f} min"])  # fmt: skip
+    rows = table(["after stage", "success", "95% CI", "mean steps", "illegal actions", "wall time"], rows)
     pictures = []
     try:
         from plots import plot_runs

@@ -581,7 +581,7 @@ def finish(L: Learner) -> int:
     env = make_env(args.env, seed=args.seed, split="test")
     if hasattr(env, "cells") and p.stage != "bc":
         score = lambda ids, trunks: L.scorer.score(list(map(Step, ids, trunks)))  # noqa: E731
-        sections["Score and true distance"] = [common.distance_report(L.run, common.heat_maps(L.lm, env, score))]
+        sections["Score and true distance"] = common.distance_report(L.run, L.lm, env, score)
     return L.finish(sections)
 
 

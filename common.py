@@ -1563,6 +1563,10 @@ class PreferenceStore:
         self.rows.append(row)
         self.keys.append((text_key(a), text_key(b)))
 
+    def holds(self, a, b, since: int) -> bool:
+        """Is this very pair among the labels from number `since` on?"""
+        return (text_key(a), text_key(b)) in self.keys[since:]
+
     def label(self, pairs, ask, since: int, stop, labeler: str, iteration: int) -> int:
         """Keep what `ask(a, b)` says about each pair of segments; returns how many times it had no answer (None).
 
@@ -1574,7 +1578,7 @@ class PreferenceStore:
             first, second = turns_of(a), turns_of(b)
             if stop:
                 break
-            if first == second or (text_key(first), text_key(second)) in self.keys[since:]:
+            if first == second or self.holds(first, second, since):
                 continue
             answer = ask(a, b)
             if answer == "quit":

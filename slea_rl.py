@@ -28,23 +28,19 @@ answer, N all of a batch, m micro-steps of a turn, M all of a batch or the most 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 import common
-from common import LM, Optimizer, UserError, rng_for, token_batches, torch_rng_for
+from common import LM, RL_FLOOR, Optimizer, rng_for, token_batches, torch_rng_for
 from envs import make_env
 
 
@@ -92,6 +88,7 @@ class Args:
     gamma: float = 0.95  # discount a turn
     gae_lambda: float = 0.95  # λ of (5), a micro-step
     adv_clip: float = 2.0  # advantages are normalised, then clipped to this
+    neg_scale: float = 0.5  # negative ones are then multiplied by this: many failed steps must not drown the good ones
     episodes_per_iter: int = 40  # episodes collected an iteration
     policy_lr: float = 4e-4  # learning rate of the policy adapter in stage slea
     policy_passes: float = 2.0  # passes of the policy over the fresh turns an iteration
@@ -118,14 +115,6 @@ TUNED = {  # defaults that depend on another flag; a flag given by hand always w
 # ------------------------------------------------------------------------------------------ the idea: steps with credit
 NUMBER = re.compile(r"(?<![A-Za-z\d_.])(?:(\d+(?:\.\d+)+)[.)、．:：]?(?=\s|$)|(\d+)[.)、．:：](?!\d))\s*")
 OPEN, CLOSE = (re.compile(rf"<\s*{slash}think(?:ing)?\s*>", re.IGNORECASE) for slash in ("", r"/\s*"))
-SENTENCE = re.compile(r"[^.!?。！？\n]*(?:[.!?。！？\n]+\s*|$)")
-RULES = (  # what a sentence of a reply without a think block does: the first that fits (article 2.1)
-    ("ask", r"\?|？|\b(could|can|would) you\b|\bplease (tell|send|share|give|provide|describe)\b|\bi need to know\b"),
-    ("apologise", r"\b(sorry|apolog\w+|regret)\b"),
-    ("confirm", r"\b(confirm\w*|understood|noted|got it|correct|as you said)\b"),
-    ("propose", r"\b(suggest\w*|recommend\w*|propos\w+|you (can|could|should)|let'?s|how about|try|options?)\b"),
-    ("conclude", r"\b(in (summary|conclusion)|finally|that completes|all (set|done)|solved|resolved|goodbye)\b"),
-)
 
 
 def follows(number: list[int], previous: list[int] | None) -> bool:
@@ -140,15 +129,13 @@ def split_answer(text: str) -> tuple[list[tuple[int, str]], str]:
 
     Numbers are "1", "1.1" for thoughts, "" for the action or a whole answer, a rule's name for a sentence. kind: think,
     unnumbered (the block is one thought), cut_off (no end of the block: the last thought is the action), rules (no
-    block; sentences found by RULES), whole (nothing found: the answer is one action), empty.
+    block; sentences by what they do), whole (nothing found: the answer is one action), empty.
     """
     if not text.strip():
         return [(0, "")], "empty"
     opened, closings = OPEN.search(text), list(CLOSE.finditer(text))
     if not opened and not closings:
-        marks = [(m.start(), next((name for name, rule in RULES if re.search(rule, m[0], re.I)), ""))
-                 for m in SENTENCE.finditer(text) if m[0]]  # fmt: skip
-        marks = [mark for mark in marks if mark[1]]  # a sentence no rule fits belongs to the one before
+        marks = common.sentences(text)  # one that no rule fits belongs to the one before
         return ([(0, marks[0][1]), *marks[1:]], "rules") if marks else ([(0, "")], "whole")
     marks, previous, closed = [], None, closings[-1].start() if closings else len(text)  # as environments read it
     for m in NUMBER.finditer(text, opened.end() if opened else 0, closed):
@@ -161,14 +148,14 @@ def split_answer(text: str) -> tuple[list[tuple[int, str]], str]:
     return [*marks, *[(closed, "")][: len(closings)]], kind
 
 
-def parse_steps(lm: LM, action: list[int]) -> tuple[list[int], list[str], list[str], str]:
+def parse_steps(lm: LM, action: list[int], split: bool = True) -> tuple[list[int], list[str], list[str], str]:
     """Equation (1): (ends, numbers, texts, kind) of the micro-steps of sampled ids; one is action[ends[j-1]:ends[j]].
 
     A token belongs to the micro-step its last character stands in, so that every one belongs to exactly one, also those
     of a character of several tokens (a prefix of it decodes to a replacement character in its place).
     """
     text = lm.decode(action)
-    marks, kind = split_answer(text)
+    marks, kind = split_answer(text) if split else ([(0, "")], "whole")  # --no_augment: one decision
     reach = np.maximum.accumulate([min(len(lm.decode(action[: j + 1])), len(text)) for j in range(len(action))])  # (n,)
     starts = [*(start for start, _ in marks), len(text) + 1]
     ends, numbers, texts = [], [], []
@@ -207,10 +194,10 @@ class StepEvaluator(torch.nn.Module):
         torch.nn.init.zeros_(self.out.weight)  # an evaluator that has learned nothing gives no credit
         torch.nn.init.zeros_(self.out.bias)
         self.to(lm.device)
-        self.optimizer = Optimizer(dict(self.named_parameters()), args.evaluator_lr, weight_decay=0.01)
+        self.optimizer = Optimizer(dict(self.named_parameters()), args.evaluator_lr, weight_decay=0.01, floor=RL_FLOOR)
 
     def forward(self, sequences: list[torch.Tensor]) -> torch.Tensor:
-        x = pad_sequence(sequences, batch_first=True).to(self.out.weight.device)  # (B, M, D) padding lies in the future
+        x = common.pad(sequences)[0].to(self.out.weight.device)  # (B, M, D) padding lies in the future
         place = torch.arange(x.shape[1], device=x.device).clamp(max=self.PLACES - 1)  # (M,)
         causal = torch.full((len(place), len(place)), -math.inf, device=x.device).triu(1)  # (M, M)
         hidden = self.project(self.norm(x)) + self.place(place)  # (B, M, WIDTH)
@@ -253,8 +240,7 @@ class StepEvaluator(torch.nn.Module):
             drop = [rng.integers(1, len(x)) if rng.random() < 0.5 else 0 for x in sequences]
             sequences = [torch.cat([x[:k], x[k + 1 :]]) if k else x for x, k in zip(sequences, drop, strict=True)]
         out = self(sequences)  # (B, M, 2)
-        lengths = torch.tensor([len(x) for x in sequences])[:, None]  # (B, 1)
-        real = (torch.arange(out.shape[1])[None] < lengths).to(out.device)  # (B, M)
+        real = common.pad(sequences)[1].to(out.device)  # (B, M)
         targets, success = (torch.tensor(x, dtype=torch.float32, device=out.device)[:, None].expand(real.shape)[real]
                             for x in (self.to_score([s.ret for s in steps]), [s.success for s in steps]))  # fmt: skip
         value, log_odds = out[real].unbind(-1)  # (real places,) each
@@ -280,7 +266,6 @@ class StepEvaluator(torch.nn.Module):
         return float(np.mean((values - targets) ** 2)), float(np.mean((constant - targets) ** 2))
 
 
-@torch.no_grad()
 def embed(lm: LM, steps: list[Step], args):
     """Mean-pooled hidden state of the bare base for the state and each micro-step, read by itself, into `Step.embeds`.
 
@@ -289,12 +274,7 @@ def embed(lm: LM, steps: list[Step], args):
     spans = [[tuple(s.action[a:b]) for a, b in zip([0, *s.ends], s.ends, strict=False)] for s in steps]
     distinct = list(dict.fromkeys(span for row in spans for span in row))  # the same thought is read once
     trunks = [s.trunk[: len(s.state)] for s in steps] + lm.trunk([list(x) for x in distinct], args.micro_tokens)
-    pooled = [torch.empty(0)] * len(trunks)  # (D,) each
-    with lm.adapter(None):
-        for rows in token_batches([len(h) for h in trunks], args.micro_tokens):
-            hidden, _ = lm.top([trunks[i] for i in rows])  # (N, D)
-            for i, part in zip(rows, hidden.float().cpu().split([len(trunks[i]) for i in rows]), strict=True):
-                pooled[i] = part.mean(0)  # over the tokens of the span
+    pooled = {i: h.cpu().mean(0) for i, h in common.base_hidden(lm, trunks, args.micro_tokens)}  # (D,), over the tokens
     place = {span: i for i, span in enumerate(distinct, len(steps))}
     for i, (step, row) in enumerate(zip(steps, spans, strict=True)):
         step.embeds = torch.stack([pooled[i], *(pooled[place[span]] for span in row)])
@@ -344,7 +324,7 @@ class Critic:
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
         params = {**lm.params("value"), "head.weight": self.head.weight, "head.bias": self.head.bias}
-        self.optimizer = Optimizer(params, args.critic_lr, weight_decay=0.01)
+        self.optimizer = Optimizer(params, args.critic_lr, weight_decay=0.01, floor=RL_FLOOR)
 
     to_score = StepEvaluator.to_score
 
@@ -406,20 +386,9 @@ def token_logprobs(lm: LM, steps, temperature: float, with_entropy: bool = False
     return log_probs.gather(1, actions[:, None])[:, 0], entropy
 
 
-@torch.no_grad()
-def fill_logprobs(lm: LM, steps, adapter: str, name: str, args):
-    """Store the training forward's log-probs of `adapter` in the steps' field `name` (each (n,), on the CPU)."""
-    with lm.adapter(adapter):
-        for rows in token_batches([len(s.trunk) for s in steps], args.micro_tokens):
-            batch = [steps[i] for i in rows]
-            log_probs, _ = token_logprobs(lm, batch, args.temperature)
-            for step, values in zip(batch, log_probs.cpu().split([len(s.action) for s in batch]), strict=True):
-                setattr(step, name, values)
-
-
 # ----------------------------------------------------------------------------------------------- steps, buffer, rollout
 @dataclass
-class Step:
+class Step(common.Transition):
     """One turn (s, [micro-steps + spans], [r_step], a, r, s', terminated, truncated). Ids are the sampled ones."""
 
     state: list[int]  # (T,) prompt ids of s_t
@@ -448,23 +417,9 @@ class Step:
     advantages: list[float] = field(default_factory=list)  # (m,) A_j, normalised and clipped
     targets: list[float] = field(default_factory=list)  # (m,) A_j + V_j, the critic's target
 
-    @property
-    def done(self) -> bool:
-        return self.terminated or self.truncated
 
-
-class Buffer:
+class Buffer(common.Ring):
     """The augmented turns of the last `replay_iters` iterations (article 2.3)."""
-
-    def __init__(self, args):
-        self.args, self.iterations = args, []
-
-    def add(self, steps: list[Step]):
-        self.iterations = [*self.iterations, steps][-self.args.replay_iters :]
-
-    @property
-    def steps(self) -> list[Step]:
-        return [s for steps in self.iterations for s in steps]
 
     def best(self) -> list[tuple[Step, list[bool]]]:
         """Turns of successful episodes with the thoughts among the top `imitation_quantile` by credit: [(turn, (m,))].
@@ -479,61 +434,38 @@ class Buffer:
         return [(s, mask) for s, mask in chosen if any(mask)]
 
 
-def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, policy="policy", trace=False, stop=None,
-            bar=None):  # fmt: skip
+def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, policy="policy", stop=None, bar=None):
     """Play one episode of each task in lockstep batches of `num_envs` -> (episodes, statistics, traces).
 
     episodes: lists of Step in task order; one whose environment raised is dropped and counted (10 in a row: UserError).
-    policy "random": uniformly random legal actions. `trace` keeps the texts for the evaluation log.
+    policy "random": uniformly random legal actions. traces: outcome and texts of each episode, for logs and judges.
     """
-    queue, running, finished, stats, memo = list(tasks)[::-1], [], {}, Counter(), {}
-    pool = common.EnvPool(lambda: make_env(args.env, seed=args.seed, split=split), args.env, stats)
+    queue, running, memo = list(tasks)[::-1], [], {}
+    pool = common.EnvPool(make_env, args, split, random=policy == "random", bar=bar)
     noise, rng = torch_rng_for(lm.device, "rollout", *key), rng_for("random actions", *key)
     while (queue or running) and not stop:
         while queue and len(running) < args.num_envs:
             running += pool.begin(queue.pop())
-        legal = [pool.legal(r) if policy == "random" else ["any"] for r in running]
-        running, legal = ([x for x, y in zip(xs, legal, strict=True) if y] for xs in (running, legal))
         if not running:
             continue
         room = running[0].env.max_action_tokens
-        prompts = [lm.encode_prompt(r.obs, room) for r in running]
-        ids = [prompt for prompt, _ in prompts]
+        prompts, cuts = zip(*(lm.encode_prompt(r.obs, room) for r in running), strict=True)
         if policy == "random":
-            outs = common.demonstrated(lm, ids, [texts[rng.integers(len(texts))] for texts in legal])
+            outs = common.demonstrated(lm, prompts, [r.legal[rng.integers(len(r.legal))] for r in running])
         else:
             with lm.adapter(policy):
-                sample = temperature > 0
-                outs = lm.generate(ids, room, temperature, noise) if sample else lm.generate_greedy(ids, room, memo)
-        still = []
-        for r, (prompt, cut), out in zip(running, prompts, outs, strict=True):
-            text, before = lm.decode(out["ids"]).strip(), r.obs
-            result = pool.step(r, text)
+                outs = lm.act(prompts, room, temperature, noise, memo)
+        for r, prompt, cut, out in zip(running, prompts, cuts, outs, strict=True):
+            result = pool.step(r, lm.decode(out["ids"]).strip(), cut, out["finish"])  # reward, terminated, truncated
             if result is None:
                 continue
-            reward, terminated, truncated, valid, success, was_cut = result
-            step = Step(prompt, out["trunk"], out["ids"], reward, terminated, truncated, version)
-            step.sampler_logp = torch.tensor(out["logps"])
+            step = Step(prompt, out["trunk"], out["ids"], *result, version, sampler_logp=torch.tensor(out["logps"]))
             r.steps.append(step)
-            stats.update(steps=1, invalid=not valid, cut=cut or was_cut, unfinished=out["finish"] != "eos")
-            if trace:
-                r.texts.append(dict(state=before, action=text, reward=reward, valid=valid))
-            if not step.done:
-                still.append(r)
-                continue
             if step.truncated:
                 step.final_state, _ = lm.encode_prompt(r.obs, room)
                 step.final_trunk = lm.trunk([step.final_state])[0]
-            finished[r.task] = r
-            pool.free.append(r.env)
-            stats.update(episodes=1, success=success, truncated=truncated)
-            if bar is not None:
-                bar.update(1)
-        running = still
-    done = [finished[t] for t in tasks if t in finished]
-    traces = [dict(task=r.task, success=bool(r.info["success"]), kind=r.info.get("task", ""), steps=r.texts)
-              for r in done]  # fmt: skip
-    return [r.steps for r in done], stats, traces
+        running = [r for r in running if r.alive]
+    return pool.results(tasks)
 
 
 # -------------------------------------------------------------------------------------------------- advantages and loss
@@ -546,10 +478,8 @@ def compute_gae(rewards, values, terminated, truncated, final_values, gamma: flo
     deltas, advantages = np.zeros(len(rewards)), np.zeros(len(rewards))
     running = 0.0
     for t in reversed(range(len(rewards))):
-        if terminated[t]:
-            following, running = 0.0, 0.0
-        elif truncated[t]:
-            following, running = final_values[t], 0.0
+        if terminated[t] or truncated[t]:
+            following, running = 0.0 if terminated[t] else final_values[t], 0.0
         else:
             following = values[t + 1]
         deltas[t] = rewards[t] + gamma * following - values[t]
@@ -590,6 +520,7 @@ def fill_advantages(steps: list[Step], args) -> np.ndarray:
     columns = [np.array(column) for column in zip(*rows, strict=True)]
     advantages = micro_gae(*columns, args.gamma, args.gae_lambda)
     targets, scaled = advantages + columns[1], normalise(advantages, args.adv_clip)
+    scaled[scaled < 0] *= args.neg_scale
     cuts = np.cumsum([len(s.ends) for s in steps])[:-1]
     for step, a, g in zip(steps, np.split(scaled, cuts), np.split(targets, cuts), strict=True):
         step.advantages, step.targets = a.tolist(), g.tolist()
@@ -625,14 +556,6 @@ def per_token(step: Step, numbers) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float32).repeat_interleave(torch.tensor([0, *step.ends]).diff())
 
 
-def minibatches(steps: list, size: int, passes: float, *key):
-    """Shuffled passes over the steps (the last one in part where `passes` is no whole number), cut into minibatches."""
-    rng, n = rng_for(*key), len(steps)
-    order = np.concatenate([rng.permutation(n) for _ in range(max(1, math.ceil(passes)))])[: max(1, round(passes * n))]
-    for first in range(0, len(order), size):
-        yield [steps[i] for i in order[first : first + size]]
-
-
 def imitate(lm: LM, best, beta: float, args) -> float:
     """Gradient of β times the mean negative log-likelihood of the tokens of the buffer's best thoughts; the NLL."""
     tokens, total = sum(float(per_token(s, mask).sum()) for s, mask in best), 0.0
@@ -654,9 +577,8 @@ def update_policy(lm: LM, optimizer: Optimizer, buffer: Buffer, version: int, ar
     steps, beta, rng = buffer.iterations[-1], args.imitation * (1 - progress), rng_for(args.seed, "imitate", version)
     best = buffer.best() if beta > 0 else []
     logs, start, useful, stopped = [], time.perf_counter(), 0, False
-    for chunk in minibatches(steps, args.minibatch, args.policy_passes, args.seed, "policy", version):
-        tokens = sum(len(s.action) for s in chunk)
-        sums = Counter()
+    for chunk in common.minibatches(steps, args.minibatch, args.policy_passes, args.seed, "policy", version):
+        tokens, sums = sum(len(s.action) for s in chunk), Counter()
         with lm.adapter("policy"):
             for rows in token_batches([len(s.trunk) for s in chunk], args.micro_tokens):
                 part = [chunk[i] for i in rows]
@@ -682,22 +604,17 @@ def update_policy(lm: LM, optimizer: Optimizer, buffer: Buffer, version: int, ar
         row["grad_norm"] = optimizer.step(progress) or 0.0
         if stop:
             break
-    seconds, names = time.perf_counter() - start, ("pg_loss", "approx_kl", "ref_kl", "entropy", "clip_frac")
-    means = {k: float(np.mean([r[k] for r in logs if k in r] or [0.0])) for k in (*names, "imitation_nll", "grad_norm")}
-    return {**{f"policy/{k}": v for k, v in means.items()},
-            "policy/first_ratio_dev": logs[0]["ratio_dev"], "policy/minibatches": len(logs),
-            "policy/stopped": int(stopped),
-            "perf/update_tokens_per_s": useful / seconds}  # fmt: skip
+    logged = common.update_row(logs, stopped, useful, start)
+    return {"policy/imitation_nll": 0.0} | logged
 
 
 # ------------------------------------------------------------------------------------------------------------ evaluator
-def evaluate(lm: LM, args, split: str, episodes: int, scorer=None) -> tuple[dict, list[dict]]:
+def evaluate(lm: LM, args, split: str, episodes: int) -> tuple[dict, list[list[Step]], list[dict]]:
     """Greedy success on `episodes` fixed tasks of a split; uses no random stream, so training does not notice it.
 
-    Returns (success, ci95, mean_steps over all, ep_len over successes, mean_return, invalid_rate, episodes) and the
-    traces, with S(s_t), V(s_t) and the return G_t at each step when a scorer is given.
+    Returns (success, ci95, mean_steps of all, ep_len of successes, mean_return, invalid_rate, episodes), steps, traces.
     """
-    runs, stats, traces = rollout(lm, args, split, range(episodes), temperature=0.0, trace=True)
+    runs, stats, traces = rollout(lm, args, split, range(episodes), temperature=0.0)
     lengths = [len(steps) for steps in runs]
     wins = [t["success"] for t in traces]
     n = len(runs) + stats["env_errors"]  # a dropped episode counts as a failure
@@ -705,15 +622,7 @@ def evaluate(lm: LM, args, split: str, episodes: int, scorer=None) -> tuple[dict
                   ep_len=float(np.mean([k for k, w in zip(lengths, wins, strict=True) if w] or [0])),
                   mean_return=float(np.mean([sum(s.reward for s in steps) for steps in runs] or [0])),
                   invalid_rate=stats["invalid"] / max(stats["steps"], 1), episodes=n)  # fmt: skip
-    if scorer is not None:
-        steps = [s for run in runs for s in run]
-        fill_values(scorer, steps)
-        fill_returns(steps, args.gamma)
-        for run, trace in zip(runs, traces, strict=True):
-            for step, row in zip(run, trace["steps"], strict=True):
-                score = float(scorer.to_score(np.float64(step.value)))
-                row |= {"score": score, "value": step.value, "return": step.ret}
-    return result, traces
+    return result, runs, traces
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -725,15 +634,17 @@ class Progress(common.Progress):
 class Learner(common.Checkpoints):
     """The live objects of a run; `common.Checkpoints` logs, saves and restores them together."""
 
-    def __init__(self, args: Args, lm: LM, scorer: Critic, evaluator: StepEvaluator, run: common.Run, stop):
-        self.args, self.scorer, self.evaluator, self.stop = args, scorer, evaluator, stop
+    def __init__(self, argv):
+        limits = {(0.01, 1): "gamma", (0.0, 1): "kappa"}
+        super().__init__(Args, TUNED, argv, make_env, ("policy", "value", "ref"),
+                         check=lambda args, *_: common.check_limits(args, limits))  # fmt: skip
+        args, lm, (low, high) = self.args, self.lm, self.env.return_bounds
+        self.scorer, self.evaluator = Critic(lm, (low, high), args), StepEvaluator(lm, (low, high), args)
         self.policy = Optimizer(lm.params("policy"), args.warmup_lr)
-        optimizers = {"policy": self.policy, "value": scorer.optimizer, "evaluator": evaluator.optimizer}
-        super().__init__(run, lm, optimizers, Buffer(args), Step, Progress(kappa=args.kappa))
-
-    def restore(self, name: str = "last", weights_only: bool = False):
-        super().restore(name, weights_only)
-        self.policy.lr = self.args.warmup_lr if self.p.stage == "warmup" else self.args.policy_lr
+        optimizers = {"policy": self.policy, "value": self.scorer.optimizer, "evaluator": self.evaluator.optimizer}
+        self.hold(optimizers, Buffer(args), Step, Progress(kappa=args.kappa), evaluate)
+        size = sum(p.numel() for p in self.evaluator.parameters())
+        print(f"returns in [{low:.2f}, {high:.2f}]; value head {lm.hidden_size} x 1; evaluator {size / 1e3:.0f}k")
 
 
 def clone(L: Learner, steps: list[Step], progress: float) -> float:
@@ -749,56 +660,39 @@ def clone(L: Learner, steps: list[Step], progress: float) -> float:
     return total
 
 
-def score_error(scorer, steps, constant: float) -> tuple[float, float]:
-    """(MSE of the stored values, MSE of the constant predictor) against G, both on the [-1, 1] scale of S."""
-    targets, predicted = (scorer.to_score(np.array([getattr(s, k) for s in steps])) for k in ("ret", "value"))
-    return float(np.mean((predicted - targets) ** 2)), float(np.mean((constant - targets) ** 2))
-
-
 def test(L: Learner, stage: str):
-    """Held-out test of the current weights, into summary.json and episodes.jsonl."""
-    L.record_test(stage, *evaluate(L.lm, L.args, "test", L.args.eval_episodes, L.scorer if stage != "warmup" else None))
-
-
-def validate(L: Learner, episodes: int = 0) -> dict:
-    """Greedy evaluation on validation tasks as metrics and one printed line."""
-    return L.record_validation(evaluate(L.lm, L.args, "val", episodes or L.args.val_episodes)[0])
+    """Held-out test of the current weights, with V, its scale S and the return, into summary.json, episodes.jsonl."""
+    result, runs, traces = evaluate(L.lm, L.args, "test", L.args.eval_episodes)
+    if stage != "warmup":
+        steps = [s for run in runs for s in run]
+        fill_values(L.scorer, steps)
+        fill_returns(steps, L.args.gamma)
+        common.show_scores(traces, steps, L.scorer.to_score)
+    L.record_test(stage, result, traces)
 
 
 def warm_up(L: Learner):
     """Stage A (article 4.2): clone the demonstrations; then freeze a copy of the policy as the KL reference."""
-    if L.p.iteration == 0:
-        L.log(validate(L, min(8, L.args.val_episodes)))  # the step-0 point of every curve
-    env = make_env(L.args.env, seed=L.args.seed, split="train")
-    demos = [Step(s, out["trunk"], out["ids"]) for s, out in common.demonstrations(L.lm, env, L.args)]
-    if not L.imitate(demos, lambda chunk, progress: clone(L, chunk, progress), L.args, L.stop):
-        return
-    L.lm.copy_adapter("policy", "ref")
-    L.lm.copy_adapter("policy", "value")  # the clone reads these states already: the value learns faster from there
-    L.scorer.optimizer.adopt()
-    test(L, "warmup")
-    L.begin(L.args.algo, L.args.policy_lr, lambda: validate(L))
+    demos = [Step(s, out["trunk"], out["ids"]) for s, out in common.demonstrations(L.lm, L.env, L.args)]
+    if L.imitate(demos, clone, evaluate):
+        L.lm.copy_adapter("policy", "value")  # the clone reads these states already: the value learns faster from there
+        L.scorer.optimizer.adopt()
+        test(L, "warmup")
+        L.begin(L.args.algo, evaluate)
 
 
 def augment(L: Learner, episodes: list[list[Step]], traces: list[dict]) -> dict:
     """Split the answers into micro-steps, embed them and look them up in the knowledge base (2.2); shares by kind."""
-    args, kinds, stats = L.args, Counter(), Counter()
-    pool = common.EnvPool(lambda: make_env(args.env, seed=args.seed, split="train"), args.env, stats)
-    low, high = L.scorer.low, L.scorer.high
+    args, kinds, scale = L.args, Counter(), (L.scorer.high - L.scorer.low) / 2
+    pool = common.EnvPool(make_env, args, "train")
     for episode, trace in zip(episodes, traces, strict=True):
         for step in episode:
             step.success = trace["success"]
-            if args.augment:
-                step.ends, step.numbers, step.texts, kind = parse_steps(L.lm, step.action)
-                kinds[kind] += 1
-            else:
-                step.ends, step.numbers, step.texts = [len(step.action)], [""], [L.lm.decode(step.action).strip()]
+            step.ends, step.numbers, step.texts, kind = parse_steps(L.lm, step.action, args.augment)
             step.credits = [0.0] * len(step.ends)
+            kinds[kind] += 1
         if args.augment:
-            begun = pool.begin(trace["task"])  # for the task's own key steps: the rollout's environments have moved on
-            known = getattr(begun[0].env, "key_steps", list)() if begun else []
-            fill_knowledge(L.lm, episode, known, (high - low) / 2)
-            pool.free += [r.env for r in begun]
+            fill_knowledge(L.lm, episode, pool.key_steps(trace["task"]), scale)
     steps = [s for e in episodes for s in e]
     if args.augment:
         embed(L.lm, steps, args)
@@ -817,12 +711,7 @@ def give_credit(L: Learner, steps: list[Step]) -> dict:
         row = {"evaluator/mse_val": error, "evaluator/mse_constant": constant}
         p.kappa = anneal(p.kappa, error, constant)
     fill_credits(L.evaluator, steps, p.kappa, L.args.hierarchical)
-    thoughts = [s for s in steps if len(s.ends) > 1]
-    for j in range(min(6, max((len(s.ends) - 1 for s in thoughts), default=0))):
-        row[f"credit/step_{j + 1}"] = float(np.mean([s.credits[j] for s in thoughts if len(s.ends) > j + 1]))
-    for name in ("credits", "knowledge") if thoughts else ():
-        row[f"credit/mean_{name}"] = float(np.mean([x for s in thoughts for x in getattr(s, name)[:-1]]))
-    return row | {"evaluator/kappa": p.kappa}
+    return row | common.credit_row(steps) | {"evaluator/kappa": p.kappa}
 
 
 def anneal(kappa: float, error: float, constant: float) -> float:
@@ -831,71 +720,27 @@ def anneal(kappa: float, error: float, constant: float) -> float:
     return kappa if kappa >= 0.01 else 0.0
 
 
-def finish(L: Learner):
+def finish(L: Learner) -> int:
     """Test the best weights, write summary.json, report.md and plots, print the table of before and after."""
     args, p = L.args, L.p
     if p.stage != "bc":
         L.restore("best", weights_only=True)
         test(L, p.stage)
-    final = p.tested.get(p.stage, p.tested["warmup"])
     sections = {"Case study": common.case_study(common.read_jsonl(L.run.folder / "episodes.jsonl"))}
     if args.augment and L.replay.iterations:
         sections |= common.step_report(L.replay.steps)
-    p.finished = True
-    L.save()
-    common.finish_run(L.run, args, p, final, sections)
-
-
-def set_up(argv) -> Learner:
-    """Arguments, model, adapters and run folder; a resumed run continues from its last checkpoint."""
-    args = common.parse_args(Args, argv)
-    folder, resumed = common.settle_args(args, TUNED)
-    common.check_limits(args)
-    for name, low in (("gamma", 0.01), ("kappa", 0.0)):
-        if not low <= getattr(args, name) <= 1:
-            raise UserError(f"--{name} {getattr(args, name)}: expected {low} to 1")
-    env = common.training_env(make_env, args)
-    stop = common.Interrupt()
-    lm, run = common.open_run(args, folder, resumed, ("policy", "value", "ref"), __file__)
-    L = Learner(args, lm, Critic(lm, env.return_bounds, args), StepEvaluator(lm, env.return_bounds, args), run, stop)
-    L.resume(args.eval_only, resumed)
-    low, high = env.return_bounds
-    size = sum(p.numel() for p in L.evaluator.parameters())
-    print(f"returns in [{low:.2f}, {high:.2f}]; value head {lm.hidden_size} x 1; evaluator {size / 1e3:.0f}k weights")
-    return L
-
-
-def iteration_row(episodes: list[list[Step]], stats: Counter, advantages: np.ndarray) -> dict:
-    """What the collected episodes and the ring's raw advantages say, as metrics."""
-    steps = [s for e in episodes for s in e]
-    gaps = np.concatenate([(s.sampler_logp - s.logp).numpy() for s in steps])  # (N,)
-    ended = max(stats["episodes"], 1)
-    rates = {f"rollout/{name}": stats[key] / stats["steps"] for name, key in
-             (("invalid_rate", "invalid"), ("cut_frac", "cut"), ("unfinished_frac", "unfinished"))}  # fmt: skip
-    return {"train/success": stats["success"] / ended, "train/ep_len": len(steps) / len(episodes),
-            "train/return": float(np.mean([sum(s.reward for s in e) for e in episodes])),
-            "adv/mean": float(advantages.mean()), "adv/std": float(advantages.std()),
-            "policy/sampler_gap": float(np.mean(np.abs(gaps))), **rates,
-            "rollout/truncated_frac": stats["truncated"] / ended, "rollout/env_errors": stats["env_errors"],
-            "perf/peak_rss_mb": common.peak_memory()["peak_rss_mb"]}  # fmt: skip
+    return L.finish(sections)
 
 
 def main(argv=None) -> int:
-    L = set_up(argv)
-    args, lm, p, run, stop = L.args, L.lm, L.p, L.run, L.stop
-    if args.eval_only:
-        print(json.dumps(evaluate(lm, args, "test", args.eval_episodes)[0]))
-        return 0
-    if p.finished and (run.folder / "report.md").exists():
-        print(f"this run is finished; see {run.folder / 'report.md'}")
-        return 0
+    L = Learner(argv)
+    args, lm, p, stop = L.args, L.lm, L.p, L.stop
     if p.stage == "warmup" and not stop:
         warm_up(L)
-    bar = tqdm(total=args.total_env_steps, initial=p.env_steps, desc=args.algo, unit="step", disable=args.algo == "bc")
+    bar = L.bar()
     while args.algo != "bc" and p.env_steps < args.total_env_steps and not stop:
-        done, clock = p.env_steps - p.stage_start, common.Stopwatch()
-        progress = done / (args.total_env_steps - p.stage_start)  # of this stage, for the schedules
-        version = p.iteration + 1
+        version, clock = p.iteration + 1, common.Stopwatch()
+        progress = (p.env_steps - p.stage_start) / (args.total_env_steps - p.stage_start)  # of this stage
 
         # ---- COLLECT: episodes of the current policy on training tasks it has not seen
         tasks = range(p.episodes, p.episodes + args.episodes_per_iter)
@@ -904,20 +749,16 @@ def main(argv=None) -> int:
         steps = [s for e in episodes for s in e]
         if stop:
             break
-        if not steps:
-            raise UserError(f"every episode of iteration {version} was dropped: the environment {args.env} fails")
         clock.lap("collect")
-        fill_logprobs(lm, steps, "policy", "logp", args)  # π_old by the training forward: ρ starts at 1
-        fill_logprobs(lm, steps, "ref", "ref_logp", args)
+        common.fill_logprobs(token_logprobs, lm, steps, args, logp="policy", ref_logp="ref")  # π_old: ρ starts at 1
         clock.lap("logprobs")
 
         # ---- AUGMENT: micro-steps, their values and returns, then credit from evaluator and knowledge base
         shares = augment(L, episodes, traces)
         fill_values(L.scorer, steps)  # by the critic that has not seen these episodes
         fill_returns(steps, args.gamma)
-        if version == 1:
-            p.score_constant = float(np.mean(L.scorer.to_score([s.ret for s in steps])))
-        mse_val, mse_constant = score_error(L.scorer, steps, p.score_constant)
+        constant = float(np.mean(L.scorer.to_score([s.ret for s in L.replay.steps or steps])))
+        mse_val, mse_constant = common.score_error(steps, constant, L.scorer.to_score)
         credit = give_credit(L, steps) if args.augment else {}
         L.replay.add(steps)
         clock.lap("augment")
@@ -930,10 +771,10 @@ def main(argv=None) -> int:
         if version > args.critic_iters:
             logs = update_policy(lm, L.policy, L.replay, version, args, progress, stop)
         clock.lap("policy")
-        chunks = minibatches(steps, args.critic_minibatch, args.critic_passes, args.seed, "critic", version)
+        chunks = common.minibatches(steps, args.critic_minibatch, args.critic_passes, args.seed, "critic", version)
         mse_train = float(np.mean([L.scorer.update(chunk, progress) for chunk in chunks]))
         clock.lap("critic")
-        chunks = minibatches(L.replay.steps, 32, args.evaluator_passes, args.seed, "evaluator", version)
+        chunks = common.minibatches(L.replay.steps, 32, args.evaluator_passes, args.seed, "evaluator", version)
         fitted = [L.evaluator.update(chunk, progress) for chunk in (chunks if args.augment else ())]
         clock.lap("evaluator")
         if stop:
@@ -941,30 +782,16 @@ def main(argv=None) -> int:
 
         # ---- EVAL, LOG, SAVE
         p.iteration, p.env_steps, p.episodes = version, p.env_steps + len(steps), tasks.stop
-        p.env_seconds += clock.laps["collect"]
-        p.score_constant = float(np.mean(L.scorer.to_score([s.ret for s in L.replay.steps])))
-        row = iteration_row(episodes, stats, advantages) | logs | shares | credit
+        row = common.rollout_row(episodes, stats, traces, advantages, clock.laps["collect"]) | logs | shares | credit
         row |= {"policy/lr": L.policy.rate(progress), "policy/skipped_steps": L.policy.skipped,
                 "score/mse_train": mse_train, "score/mse_val": mse_val, "score/mse_constant": mse_constant,
-                "evaluator/loss": float(np.mean(fitted or [0.0])),
-                "perf/env_steps_per_s": len(steps) / clock.laps["collect"]}  # fmt: skip
-        if version % args.eval_every == 0 or p.env_steps >= args.total_env_steps:
-            row |= validate(L)
-            if row["eval/success"] >= p.best:
-                p.best = row["eval/success"]
-                L.save("best")
-            clock.lap("eval")
-        L.log(row | {f"time/{k}": v for k, v in clock.laps.items()})
-        success, kl = row["train/success"], row.get("policy/approx_kl", 0.0)
-        bar.set_postfix(success=f"{success:.2f}", kl=f"{kl:.3f}", kappa=f"{p.kappa:.2f}")
-        bar.update(len(steps))
+                "evaluator/loss": float(np.mean(fitted or [0.0]))}  # fmt: skip
+        row |= L.milestone(evaluate, clock)
+        L.log(row, clock)
+        common.advance(bar, len(steps), success=row["train/success"], kl=row.get("policy/approx_kl", 0.0))
         L.save()
     bar.close()
-    if stop:
-        print(f"stopped; go on with: python {Path(__file__).name} --resume {run.folder}")
-        return 130
-    finish(L)
-    return 0
+    return L.stopped() if stop else finish(L)
 
 
 if __name__ == "__main__":

@@ -29,21 +29,18 @@ action tokens, S steps.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import common
-from common import LM, Optimizer, UserError, rng_for, token_batches, torch_rng_for
+from common import LM, RL_FLOOR, Optimizer, rng_for, split_episodes, token_batches, torch_rng_for, turns_in, turns_of
 from envs import make_env
 
 
@@ -107,9 +104,11 @@ class Args:
     value_lr: float = 6e-4  # learning rate of the value adapter and head
     value_minibatch: int = 16  # steps a value update
     value_passes: float = 0.7  # value updates an iteration, in units of the fresh steps
+    value_warmup: float = 3.0  # passes over the first episodes instead: no policy update follows an untrained value
     gamma: float = 0.95  # discount
     gae_lambda: float = 0.9  # λ_gae of (6)
     adv_clip: float = 2.0  # advantages are normalised, then clipped to this
+    neg_scale: float = 0.5  # negative ones are then multiplied by this: many failed steps must not drown the good ones
     episodes_per_iter: int = 32  # episodes collected an iteration
     policy_lr: float = 4e-4  # learning rate of the policy adapter in stage stepopsd
     policy_passes: float = 2.0  # policy updates an iteration, in units of the fresh steps
@@ -194,14 +193,12 @@ def preference_loss(net: RewardNet, batch: dict, args) -> torch.Tensor:
 
     batch: x (2P, T, E) with the A's before the B's, real (2P, T), y (P,), turn (2P,) the decisive turn or -1.
     """
-    total, q, _ = net(batch["x"], batch["real"])
+    (total, q, _), smoothness = net(batch["x"], batch["real"]), 0.0
     if args.decompose in ("td", "label"):
-        total = q.sum(1)  # (2P,)
+        total, both = q.sum(1), batch["real"][:, 1:] & batch["real"][:, :-1]  # (2P,), (2P, T - 1)
+        smoothness = args.smoothness * ((q.diff(dim=1)) ** 2 * both).sum(1).mean()  # mean over segments
     first, second = total.chunk(2)
-    loss = F.binary_cross_entropy_with_logits(first - second, batch["y"])
-    if args.decompose in ("td", "label"):
-        both = batch["real"][:, 1:] & batch["real"][:, :-1]  # (2P, T - 1)
-        loss = loss + args.smoothness * ((q[:, 1:] - q[:, :-1]) ** 2 * both).sum(1).mean()  # mean over segments
+    loss = F.binary_cross_entropy_with_logits(first - second, batch["y"]) + smoothness
     if args.decompose == "label" and (named := batch["turn"] >= 0).any():
         logits = q.masked_fill(~batch["real"], -math.inf)[named]
         loss = loss + args.turn_coef * F.cross_entropy(logits, batch["turn"][named])  # mean over named turns
@@ -213,57 +210,42 @@ class RewardModel:
 
     def __init__(self, embed: common.Embeddings, args):
         self.embed, self.args, self.nets = embed, args, []
-        low, _, high = args.segment_len.partition("-")
-        self.window = (int(low) + int(high)) // 2
+        low, high = common.segment_range(args)
+        self.window = (low + high) // 2
         for m in range(args.rm_ensemble):
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(int(rng_for(args.seed, "reward model", m).integers(2**31)))
-                self.nets.append(RewardNet(embed.size, args.rm_dropout, longest=max(int(high), 8)).eval())
+            with common.torch_seed(args.seed, "reward model", m):
+                self.nets.append(RewardNet(embed.size, args.rm_dropout, longest=max(high, 8)).eval())
         params = {f"{m}.{k}": p for m, net in enumerate(self.nets) for k, p in net.named_parameters()}
-        self.optimizer = Optimizer(params, args.rm_lr, weight_decay=args.rm_decay)
+        self.optimizer = Optimizer(params, args.rm_lr, weight_decay=args.rm_decay, floor=RL_FLOOR)
         self.mean, self.std = np.zeros(len(self.nets)), np.ones(len(self.nets))  # (M,) of raw step rewards in the ring
 
     def batch(self, segments: list[list[tuple[str, str]]]):
         """Segments as (obs, action) pairs -> x (B, T, E) and real (B, T)."""
-        rows = [torch.stack([self.embed[turn] for turn in segment]) for segment in segments]  # (T_i, E) each
-        x = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        real = torch.arange(x.shape[1])[None] < torch.tensor([len(r) for r in rows])[:, None]
-        return x, real
+        return common.pad([torch.stack([self.embed[turn] for turn in segment]) for segment in segments])
 
     def pairs(self, rows: list[dict]) -> dict:
         """Labelled rows -> the batch of `preference_loss`."""
         x, real = self.batch([r["a"] for r in rows] + [r["b"] for r in rows])
         y = torch.tensor([float(r["y"]) for r in rows])
-        turn = [-1 if r["turn"] is None else r["turn"] for r in rows]
-        turns = [t if v == 1 else -1 for t, v in zip(turn, y, strict=True)]
-        turns += [t if v == 0 else -1 for t, v in zip(turn, y, strict=True)]  # a turn is one of the winner's
+        turns = [r["turn"] if r["y"] == won else -1 for won in (1, 0) for r in rows]  # a turn is one of the winner's
+        turns = [-1 if t is None else t for t in turns]
         return dict(x=x, real=real, y=y, turn=torch.tensor(turns))
-
-    def augmented(self, rows: list[dict]) -> list[dict]:
-        """The rows and, of a share of them, a copy in other words (5.1)."""
-        return rows + [common.reword(r) for r in rows if common.chosen(r, self.args.augment, "augment")]
 
     def fit(self, rows: list[dict], key: tuple, progress: float = 0.0) -> dict:
         """`rm_passes` over the pairs; each member sees its own order. Returns the mean loss and gradient norm."""
-        rows = self.augmented(rows)
+        rows = common.augmented(rows, self.args.augment)
         self.embed.add(turns_in(rows))
-        size, losses, norms = max(1, round(self.args.rm_passes * len(rows))), [], []
-        orders = []
-        for m in range(len(self.nets)):
-            rng = rng_for(self.args.seed, "fit", m, *key)
-            orders.append(np.concatenate([rng.permutation(len(rows)) for _ in range(-(-size // len(rows)))])[:size])
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(rng_for(self.args.seed, "dropout", *key).integers(2**31)))
-            for first in range(0, size, self.args.rm_minibatch):
-                total = 0.0
-                for net, order in zip(self.nets, orders, strict=True):
-                    chunk = [rows[i] for i in order[first : first + self.args.rm_minibatch]]
-                    loss = preference_loss(net.train(), self.pairs(chunk), self.args)
+        args, losses, norms = self.args, [], []
+        orders = [common.minibatches(rows, args.rm_minibatch, args.rm_passes, args.seed, "fit", m, *key)
+                  for m in range(len(self.nets))]  # fmt: skip
+        with common.torch_seed(args.seed, "dropout", *key):
+            for chunks in zip(*orders, strict=True):
+                for net, chunk in zip(self.nets, chunks, strict=True):
+                    loss = preference_loss(net.train(), self.pairs(chunk), args)
                     loss.backward()
-                    total += float(loss.detach()) / len(self.nets)
+                    losses.append(float(loss.detach()))
                     net.eval()
                 norms.append(self.optimizer.step(progress) or 0.0)
-                losses.append(total)
         return {"reward/loss": float(np.mean(losses)), "reward/grad_norm": float(np.mean(norms))}
 
     def accuracy(self, rows: list[dict]) -> float | None:
@@ -272,10 +254,10 @@ class RewardModel:
         if not rows:
             return None
         self.embed.add(turns_in(rows))
-        x, real = self.batch([r["a"] for r in rows] + [r["b"] for r in rows])
-        totals = sum(decompose(net, x, real, self.args.decompose)[1] for net in self.nets)  # (2P,)
+        batch = self.pairs(rows)
+        totals = sum(decompose(net, batch["x"], batch["real"], self.args.decompose)[1] for net in self.nets)  # (2P,)
         first, second = totals.chunk(2)
-        return float(((first > second) == torch.tensor([r["y"] == 1 for r in rows])).float().mean())
+        return float(((first > second) == (batch["y"] == 1)).float().mean())
 
     def raw(self, episodes: list[list[tuple[str, str]]]):
         """Step rewards of every member (M, S) and c_t (S,) for whole episodes laid end to end.
@@ -283,31 +265,23 @@ class RewardModel:
         An episode is read in overlapping windows of the middle segment length; a step gets the mean over the windows
         it lies in (3.3). Call after `embed.add`.
         """
-        spans, offset = [], 0
-        for episode in episodes:
-            n = min(self.window, len(episode))
-            spans += [(offset + i, episode[i : i + n]) for i in range(len(episode) - n + 1)]
-            offset += len(episode)
-        sums, counts = np.zeros((len(self.nets) + 1, offset)), np.zeros(offset)  # last row: shares
+        spans, size = common.windows(episodes, self.window), sum(map(len, episodes))
+        sums, counts = np.zeros((len(self.nets) + 1, size)), np.zeros(size)  # last row: shares
         for first in range(0, len(spans), 256):
             part = spans[first : first + 256]
             x, real = self.batch([turns for _, turns in part])
             out = [decompose(net, x, real, self.args.decompose) for net in self.nets]
             c = sum(o[2] for o in out) / len(out)  # (B, T) mean over members
+            values = torch.stack([*(o[0] for o in out), c]).detach().numpy()  # (M + 1, B, T)
             for row, (start, turns) in enumerate(part):
-                where = slice(start, start + len(turns))
-                counts[where] += 1
-                for k, values in enumerate([*(o[0] for o in out), c]):
-                    sums[k, where] += values[row, : len(turns)].detach().numpy()
-        sums /= counts
-        return sums[:-1], sums[-1]
+                sums[:, start : start + len(turns)] += values[:, row, : len(turns)]
+                counts[start : start + len(turns)] += 1
+        return sums[:-1] / counts, sums[-1] / counts
 
-    def measure(self, raw: np.ndarray):
-        """Take the mean and std over the ring's raw step rewards (M, S) for `combine`."""
-        self.mean, self.std = raw.mean(1), raw.std(1)
-
-    def combine(self, raw: np.ndarray):
-        """Equation (4): raw (M, S) -> step rewards (S,) and the members' spread (S,). A constant model gives zeros."""
+    def combine(self, raw: np.ndarray, measure: bool = False):
+        """Equation (4): raw (M, S) -> step rewards and the members' spread (S,). measure: take the ring's mean, std."""
+        if measure:
+            self.mean, self.std = raw.mean(1), raw.std(1)
         z = np.where(self.std[:, None] > 1e-6, (raw - self.mean[:, None]) / np.maximum(self.std, 1e-6)[:, None], 0.0)
         merged = z.min(0) if self.args.rm_combine == "min" else z.mean(0)
         spread = z.std(0)
@@ -320,89 +294,37 @@ def draw_pairs(episodes: list[list[Step]], version: int, args) -> list[tuple[lis
 
     Each wish narrows the choice as long as something is left; which of the two is called A is a coin's choice.
     """
-    rng, out = rng_for(args.seed, "pairs", version), []
-    low, _, high = args.segment_len.partition("-")
+    rng, out, (low, high) = rng_for(args.seed, "pairs", version), [], common.segment_range(args)
     new = [e for e in episodes if e[0].version == version] or episodes
     while len(out) < args.pairs and len(episodes) > 1:
         positive = len(out) < math.ceil(args.pos_frac * args.pairs)
-        won = [e for e in new if e[0].success] if positive else []
-        first = (won or new)[rng.integers(len(won or new))]
+        firsts = [e for e in new if positive and e[0].success] or new
+        first = firsts[rng.integers(len(firsts))]
         others = [e for e in episodes if e is not first]
         if positive and not first[0].success:
             others = [e for e in others if e[0].success] or others
         others = [e for e in others if e[0].kind == first[0].kind] or others
         others = [e for e in others if e[0].version < version] or others
         second = others[rng.integers(len(others))]
-        n, pair = int(rng.integers(int(low), int(high) + 1)), []
-        n = min(n, len(first), len(second))  # equal lengths: a sum over more steps would win by length
-        for episode in (first, second):
-            start = int(rng.integers(len(episode) - n + 1))
-            pair.append(episode[start : start + n])
-        out.append(tuple(pair if rng.random() < 0.5 else pair[::-1]))
+        n = min(int(rng.integers(low, high + 1)), len(first), len(second))  # else a sum over more steps would win
+        starts = [int(rng.integers(len(e) - n + 1)) for e in (first, second)]
+        a, b = (e[i : i + n] for e, i in zip((first, second), starts, strict=True))
+        out.append((a, b) if rng.random() < 0.5 else (b, a))
     return out
 
 
-def turns_of(segment: list[Step]) -> list[tuple[str, str]]:
-    return [(s.obs, s.text) for s in segment]
-
-
-def turns_in(rows: list[dict]) -> list[tuple[str, str]]:
-    return [turn for r in rows for turn in r["a"] + r["b"]]
-
-
-def rule_label(judge, a, b, margin: float):
-    """Label and decisive turn of two segments [(obs, action)] by scripted progress `judge(segment)` in [0, 1]."""
-    scores = judge(a), judge(b)
-    if abs(scores[0] - scores[1]) <= margin:
-        return 0.5, None
-    winner = a if scores[0] > scores[1] else b
-    so_far = [0.0, *(judge(winner[: i + 1]) for i in range(len(winner)))]
-    return float(winner is a), int(np.argmax(np.diff(so_far)))  # the turn with the largest gain
-
-
-def fill_outlook(value: ValueModel, steps: list[Step]):
-    """Predicted success of the state after each step of whole episodes laid end to end; known where one terminated."""
-    cut = [Step(s.final_state, s.final_trunk) for s in steps if s.truncated]
-    own, ends = value.success(steps), iter(value.success(cut))
-    for i, step in enumerate(steps):
-        step.outlook = float(step.success if step.terminated else next(ends) if step.truncated else own[i + 1])
-
-
 def label_pairs(L: Learner, pairs, version: int) -> int:
-    """Ask the labeler about each pair and keep the answers in the store; returns how many gave none.
+    """Ask the labeler about each pair and keep the answers in the store; returns how many gave none (4.3, 5.1)."""
+    if L.args.labeler == "model":
+        fill_values(L.value, L.replay.steps)
 
-    A label already in the store beyond the last checkpoint (the run was killed) is taken from there, not asked again.
-    """
-    args, failed = L.args, 0
-    if args.labeler == "model":
-        fill_outlook(L.value, L.replay.steps)
-    for a, b in tqdm(pairs, desc="labels", unit="pair", leave=False, disable=args.labeler in ("rule", "human")):
-        texts = turns_of(a), turns_of(b)
-        if L.stop:
-            break
-        if texts[0] == texts[1] or L.store.holds(*texts, since=L.p.labels):
-            continue
-        if args.labeler == "rule":
-            label = rule_label(L.judge, *texts, args.tie_margin)
-        elif args.labeler == "model":
-            gap = a[-1].outlook - b[-1].outlook
-            label = (0.5 if abs(gap) <= args.tie_margin else float(gap > 0)), None
-        elif args.labeler == "llm":
-            label = common.teacher_label(L.ask, *texts, args.votes, args.tie_margin)
-        else:
-            label = common.human_label(*texts, named=args.decompose == "label")
-            if label == "quit":
-                L.stop.asked = True
-                break
-        if label is None:  # no answer is no label, never a tie
-            failed += 1
-            continue
-        L.store.add(*texts, *label, kind=a[0].kind, labeler=args.labeler, iteration=version)
-    return failed
+    def ask(a, b):  # -> (y, decisive turn or None), or None
+        if L.args.labeler != "model":
+            return L.ask(turns_of(a), turns_of(b))
+        gap = a[-1].outlook - b[-1].outlook
+        return (0.5 if abs(gap) <= L.args.tie_margin else float(gap > 0)), None
 
-
-def held_out(row: dict) -> bool:
-    return common.chosen(row, 0.2, "held out")
+    return L.store.label(pairs, ask, L.p.labels, L.stop, L.args.labeler, version)
 
 
 def update_reward(L: Learner, version: int, progress: float) -> dict:
@@ -411,12 +333,10 @@ def update_reward(L: Learner, version: int, progress: float) -> dict:
     failed = label_pairs(L, pairs, version)
     if L.stop:
         return {}
-    fresh, L.p.labels = L.store.rows[L.p.labels :], len(L.store.rows)
-    rows, contradictions, cycles = common.clean_preferences(L.store.rows[-L.args.rm_memory :])
-    train, held = [r for r in rows if not held_out(r)], [r for r in rows if held_out(r)]
-    logs = {"pref/labels": len(L.store.rows), "pref/failed": failed, "pref/contradictions": contradictions,
-            "pref/cycles": cycles, "pref/tie_frac": sum(r["y"] == 0.5 for r in fresh) / max(len(fresh), 1),
-            "pref/pos_frac": sum(a[0].success or b[0].success for a, b in pairs) / max(len(pairs), 1)}  # fmt: skip
+    train, held, fresh, logs = L.store.usable(L.args.rm_memory, L.p.labels)
+    L.p.labels = len(L.store.rows)
+    wins = sum(a[0].success or b[0].success for a, b in pairs)
+    logs |= {"pref/failed": failed, "pref/pos_frac": wins / max(len(pairs), 1)}
     if not train:
         print(f"\nno usable labels in iteration {version} ({failed} failed): the reward model stays")
         return logs
@@ -426,19 +346,12 @@ def update_reward(L: Learner, version: int, progress: float) -> dict:
 
 
 # --------------------------------------------------------------------------------------------- the idea: the new reward
-def split_episodes(steps: list[Step]) -> list[list[Step]]:
-    """Whole episodes laid end to end -> a list of episodes."""
-    ends = [i + 1 for i, s in enumerate(steps) if s.done]
-    return [steps[i:j] for i, j in zip([0, *ends], ends, strict=False)]
-
-
 def relabel(L: Learner) -> np.ndarray:
     """Stage C: equation (5) for every step of the ring, with the present reward model (3.1, 5.3); the spread (S,)."""
     args, steps, spread = L.args, L.replay.steps, np.zeros(0)
     if args.lam > 0 and L.reward.optimizer.steps:  # an untrained model's noise must not become reward
         raw, c = L.reward.raw([turns_of(e) for e in split_episodes(steps)])
-        L.reward.measure(raw)
-        rewards, spread = L.reward.combine(raw)
+        rewards, spread = L.reward.combine(raw, measure=True)
         for step, reward, share in zip(steps, rewards, c, strict=True):
             step.step_reward, step.share = float(reward), float(share)
     for step in steps:
@@ -448,23 +361,11 @@ def relabel(L: Learner) -> np.ndarray:
     return spread
 
 
-def count_visits(visits: dict, steps: list[Step]):
-    for step in steps:
-        key = common.text_key(step.obs)
-        visits[key] = visits.get(key, 0) + 1
-
-
 # ------------------------------------------------------------------------------------------------------- the value head
-def last_hidden(lm: LM, trunks) -> torch.Tensor:
-    """Final hidden state at the last real token of each of B sequences, trunks (T_i, D) -> (B, D)."""
-    hidden, starts = lm.top(trunks)  # (sum T_i, D), (B,)
-    return hidden[torch.as_tensor(starts + [len(h) - 1 for h in trunks], device=hidden.device)]
-
-
 class ValueModel:
     """V(s): adapter `value` and a linear head at the state's last token; its second output is the success logit.
 
-    The logit is trained for --labeler model alone. The interface is that of the score in threespo.py, with S = V.
+    The logit is trained for --labeler model alone.
     """
 
     def __init__(self, lm: LM, args):
@@ -473,51 +374,45 @@ class ValueModel:
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
         params = {**lm.params("value"), "head.weight": self.head.weight, "head.bias": self.head.bias}
-        self.optimizer = Optimizer(params, args.value_lr, weight_decay=0.01)
+        self.optimizer = Optimizer(params, args.value_lr, weight_decay=0.01, floor=RL_FLOOR)
 
-    @staticmethod
-    def to_value(scores):
-        return scores
-
-    to_score = to_value
+    def read(self, steps) -> torch.Tensor:
+        """V and success logit of B states (B, 2). Call with adapter `value` active."""
+        hidden, starts = self.lm.top([s.state_trunk for s in steps])  # (sum T_i, D), (B,)
+        last = torch.as_tensor(starts + [len(s.state) - 1 for s in steps], device=hidden.device)  # (B,)
+        return self.head(hidden[last].float())
 
     @torch.no_grad()
-    def read(self, steps) -> np.ndarray:
-        """V and success logit of the states of any number of steps, in token-budgeted batches -> (B, 2)."""
+    def predict(self, steps) -> np.ndarray:
+        """V and success logit of any number of states, in token-budgeted batches (B, 2)."""
         out = np.zeros((len(steps), 2))
         with self.lm.adapter("value"):
             for rows in token_batches([len(s.state) for s in steps], self.args.micro_tokens):
-                out[rows] = self.head(last_hidden(self.lm, [steps[i].state_trunk for i in rows]).float()).cpu().numpy()
+                out[rows] = self.read([steps[i] for i in rows]).cpu().numpy()
         return out
-
-    def score(self, steps) -> np.ndarray:
-        return self.read(steps)[:, 0]
-
-    def success(self, steps) -> np.ndarray:
-        """Predicted probability that the episode succeeds from each state (B,)."""
-        return 1 / (1 + np.exp(-self.read(steps)[:, 1]))
 
     def update(self, steps, progress) -> float:
         """One optimiser step on squared error to `step.ret`, mean over the minibatch; returns the gradient norm."""
         with self.lm.adapter("value"):
             for rows in token_batches([len(s.state) for s in steps], self.args.micro_tokens):
-                out = self.head(last_hidden(self.lm, [steps[i].state_trunk for i in rows]).float())  # (b, 2)
-                target = torch.tensor([[steps[i].ret, float(steps[i].success)] for i in rows], device=out.device)
-                loss = ((out[:, 0] - target[:, 0]) ** 2).sum()
+                value, logit = self.read([steps[i] for i in rows]).unbind(1)  # (b,) each
+                target = torch.tensor([[steps[i].ret, float(steps[i].success)] for i in rows], device=value.device)
+                loss = ((value - target[:, 0]) ** 2).sum()
                 if self.args.labeler == "model":
-                    loss = loss + F.binary_cross_entropy_with_logits(out[:, 1], target[:, 1], reduction="sum")
+                    loss = loss + F.binary_cross_entropy_with_logits(logit, target[:, 1], reduction="sum")
                 (loss / len(steps)).backward()
             return self.optimizer.step(progress) or 0.0
 
 
-def fill_values(scorer, steps):
-    """Write V(s_t), and V of the state a truncated episode ended in, into the steps."""
-    for step, score in zip(steps, scorer.score(steps), strict=True):
-        step.value = float(scorer.to_value(score))
-    cut = [s for s in steps if s.truncated]
-    ends = [Step(state=s.final_state, trunk=s.final_trunk) for s in cut]
-    for step, score in zip(cut, scorer.score(ends), strict=True):
-        step.final_value = float(scorer.to_value(score))
+def fill_values(value: ValueModel, steps: list[Step]):
+    """V(s_t), V of the state a truncated episode ended in and the success predicted after each step (known where the
+    episode terminated) into the steps of whole episodes laid end to end."""
+    ends = [Step(s.final_state, s.final_trunk) for s in steps if s.truncated]
+    own, final = value.predict(steps), iter(value.predict(ends))
+    for i, step in enumerate(steps):
+        step.value, after = float(own[i, 0]), next(final) if step.truncated else own[min(i + 1, len(own) - 1)]
+        step.final_value = float(after[0]) if step.truncated else 0.0
+        step.outlook = float(step.success) if step.terminated else float(1 / (1 + np.exp(-after[1])))
 
 
 # ------------------------------------------------------------------------------------------------------ token log-probs
@@ -536,20 +431,9 @@ def token_logprobs(lm: LM, steps, temperature: float, with_entropy: bool = False
     return log_probs.gather(1, actions[:, None])[:, 0], entropy
 
 
-@torch.no_grad()
-def fill_logprobs(lm: LM, steps, adapter: str, name: str, args):
-    """Store the training forward's log-probs of `adapter` in the steps' field `name` (each (n,), on the CPU)."""
-    with lm.adapter(adapter):
-        for rows in token_batches([len(s.trunk) for s in steps], args.micro_tokens):
-            batch = [steps[i] for i in rows]
-            log_probs, _ = token_logprobs(lm, batch, args.temperature)
-            for step, values in zip(batch, log_probs.cpu().split([len(s.action) for s in batch]), strict=True):
-                setattr(step, name, values)
-
-
 # ------------------------------------------------------------------------------------------------- steps, ring, rollout
 @dataclass
-class Step:
+class Step(common.Transition):
     """One decision. Ids are the sampled ones, never re-encoded text; each quantity has a field of its own."""
 
     state: list[int]  # (T,) prompt ids of s_t
@@ -580,27 +464,9 @@ class Step:
     share: float = 0.0  # c_t, mean over its windows
     outlook: float = 0.0  # predicted success after the step (--labeler model)
 
-    @property
-    def state_trunk(self) -> torch.Tensor:
-        return self.trunk[: len(self.state)]  # (T, D)
 
-    @property
-    def done(self) -> bool:
-        return self.terminated or self.truncated
-
-
-class Replay:
+class Replay(common.Ring):
     """Ring of the last `replay_iters` iterations of steps with prioritised sampling, equation (6) (article 4.1)."""
-
-    def __init__(self, args):
-        self.args, self.iterations = args, []
-
-    def add(self, steps: list[Step]):
-        self.iterations = [*self.iterations, steps][-self.args.replay_iters :]
-
-    @property
-    def steps(self) -> list[Step]:
-        return [s for steps in self.iterations for s in steps]
 
     def sample(self, rng, steps: list[Step], size: int, beta: float) -> tuple[list[Step], np.ndarray]:
         """`size` draws with replacement, P ~ (|δ|+ε)^α, and weights (N P)^-β over the ring's largest, all <= 1.
@@ -615,71 +481,38 @@ class Replay:
         return [steps[i] for i in chosen], (probs[chosen] / probs.min()) ** -beta
 
 
-def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, policy="policy", trace=False, stop=None,
-            bar=None):  # fmt: skip
+def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, policy="policy", stop=None, bar=None):
     """Play one episode of each task in lockstep batches of `num_envs` -> (episodes, statistics, traces).
 
     episodes: lists of Step in task order; one whose environment raised is dropped and counted (10 in a row: UserError).
-    policy "random": uniformly random legal actions. `trace` keeps the texts for the evaluation log.
+    policy "random": uniformly random legal actions. traces: outcome and texts of each episode, for logs and judges.
     """
-    queue, running, finished, stats, memo = list(tasks)[::-1], [], {}, Counter(), {}
-    pool = common.EnvPool(lambda: make_env(args.env, seed=args.seed, split=split), args.env, stats)
+    queue, running, memo = list(tasks)[::-1], [], {}
+    pool = common.EnvPool(make_env, args, split, random=policy == "random", bar=bar)
     noise, rng = torch_rng_for(lm.device, "rollout", *key), rng_for("random actions", *key)
     while (queue or running) and not stop:
         while queue and len(running) < args.num_envs:
             running += pool.begin(queue.pop())
-        legal = [pool.legal(r) if policy == "random" else ["any"] for r in running]
-        running, legal = ([x for x, y in zip(xs, legal, strict=True) if y] for xs in (running, legal))
         if not running:
             continue
         room = running[0].env.max_action_tokens
-        prompts = [lm.encode_prompt(r.obs, room) for r in running]
-        ids = [prompt for prompt, _ in prompts]
+        prompts, cuts = zip(*(lm.encode_prompt(r.obs, room) for r in running), strict=True)
         if policy == "random":
-            outs = common.demonstrated(lm, ids, [texts[rng.integers(len(texts))] for texts in legal])
+            outs = common.demonstrated(lm, prompts, [r.legal[rng.integers(len(r.legal))] for r in running])
         else:
             with lm.adapter(policy):
-                sample = temperature > 0
-                outs = lm.generate(ids, room, temperature, noise) if sample else lm.generate_greedy(ids, room, memo)
-        still = []
-        for r, (prompt, cut), out in zip(running, prompts, outs, strict=True):
-            text, before = lm.decode(out["ids"]).strip(), r.obs
-            result = pool.step(r, text)
+                outs = lm.act(prompts, room, temperature, noise, memo)
+        for r, prompt, cut, out in zip(running, prompts, cuts, outs, strict=True):
+            result = pool.step(r, lm.decode(out["ids"]).strip(), cut, out["finish"])  # reward, terminated, truncated
             if result is None:
                 continue
-            reward, terminated, truncated, valid, success, was_cut = result
-            step = Step(prompt, out["trunk"], out["ids"], reward, terminated, truncated, version)
-            step.sampler_logp = torch.tensor(out["logps"])
+            step = Step(prompt, out["trunk"], out["ids"], *result, version, sampler_logp=torch.tensor(out["logps"]))
             r.steps.append(step)
-            stats.update(steps=1, invalid=not valid, cut=cut or was_cut, unfinished=out["finish"] != "eos")
-            if trace:
-                r.texts.append(dict(state=before, action=text, reward=reward, valid=valid))
-            if not step.done:
-                still.append(r)
-                continue
             if step.truncated:
                 step.final_state, _ = lm.encode_prompt(r.obs, room)
                 step.final_trunk = lm.trunk([step.final_state])[0]
-            finished[r.task] = r
-            pool.free.append(r.env)
-            stats.update(episodes=1, success=success, truncated=truncated)
-            if bar is not None:
-                bar.update(1)
-        running = still
-    done = [finished[t] for t in tasks if t in finished]
-    traces = [dict(task=r.task, success=bool(r.info["success"]), kind=r.info.get("task", ""), steps=r.texts)
-              for r in done]  # fmt: skip
-    return [r.steps for r in done], stats, traces
-
-
-def annotate(episodes: list[list[Step]], stats: Counter, traces: list[dict]):
-    """Write texts, outcome, the environment's reward, violations and true progress of a rollout into its steps."""
-    for episode, trace in zip(episodes, traces, strict=True):
-        for t, (step, row) in enumerate(zip(episode, trace["steps"], strict=True)):
-            step.obs, step.text, step.kind, step.success = row["state"], row["action"], trace["kind"], trace["success"]
-            step.env_reward, step.violation = step.reward, float(stats["violation", trace["task"], t])
-            if ("progress", trace["task"], 0) in stats:
-                step.progress = stats["progress", trace["task"], t + 1] - stats["progress", trace["task"], t]
+        running = [r for r in running if r.alive]
+    return pool.results(tasks)
 
 
 # -------------------------------------------------------------------------------------------------- advantages and loss
@@ -692,10 +525,8 @@ def compute_gae(rewards, values, terminated, truncated, final_values, gamma: flo
     deltas, advantages = np.zeros(len(rewards)), np.zeros(len(rewards))
     running = 0.0
     for t in reversed(range(len(rewards))):
-        if terminated[t]:
-            following, running = 0.0, 0.0
-        elif truncated[t]:
-            following, running = final_values[t], 0.0
+        if terminated[t] or truncated[t]:
+            following, running = 0.0 if terminated[t] else final_values[t], 0.0
         else:
             following = values[t + 1]
         deltas[t] = rewards[t] + gamma * following - values[t]
@@ -724,6 +555,7 @@ def fill_advantages(steps: list[Step], args) -> np.ndarray:
     own = np.array([s.version >= 0 for s in steps])
     scaled = np.zeros_like(advantages)
     scaled[own] = normalise(advantages[own], args.adv_clip)
+    scaled[scaled < 0] *= args.neg_scale
     for step, delta, advantage in zip(steps, deltas, scaled, strict=True):
         step.delta, step.advantage = float(delta), float(advantage)
     return advantages[own]
@@ -768,31 +600,25 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
     logs, start, useful, stopped = [], time.perf_counter(), 0, False
     for first in range(0, len(batch), args.minibatch):
         chunk, w = batch[first : first + args.minibatch], weights[first : first + args.minibatch]
-        tokens = sum(len(s.action) for s in chunk)
-        sums, kl, kl_tokens, dev = Counter(), 0.0, 0, 0.0
+        tokens, sums = sum(len(s.action) for s in chunk), Counter()
         with lm.adapter("policy"):
             for rows in token_batches([len(s.trunk) for s in chunk], args.micro_tokens):
                 part = [chunk[i] for i in rows]
-                counts = torch.tensor([len(s.action) for s in part])
-
-                def spread(x, counts=counts):  # (B,) -> (N,): a step's number for each of its action tokens
-                    return torch.tensor(x, dtype=torch.float32).repeat_interleave(counts).to(lm.device)
-
                 logp, entropy = token_logprobs(lm, part, args.temperature, with_entropy=True)
                 old, ref = (torch.cat([getattr(s, k) for s in part]).to(lm.device) for k in ("logp", "ref_logp"))
-                advantages, importance = spread([s.advantage for s in part]), spread([float(w[i]) for i in rows])
+                of_step = [(chunk[i].advantage, w[i], chunk[i].version == version) for i in rows]
+                lengths = torch.tensor([len(s.action) for s in part])
+                of_token = torch.tensor(of_step, dtype=torch.float32).repeat_interleave(lengths, 0)  # (N, 3)
+                advantages, importance, now = of_token.T.to(lm.device)  # (N,) each
                 loss, part_sums = ppo_loss(logp, old, ref, entropy, advantages, importance, args)
                 (loss / tokens).backward()  # mean over the tokens of the whole minibatch, whatever its micro-batches
                 sums.update({k: float(v) for k, v in part_sums.items()})
-                with torch.no_grad():
-                    now = spread([float(s.version == version) for s in part])
-                    log_ratio = logp - old
-                    kl += float((now * (log_ratio.exp() - 1 - log_ratio)).sum())
-                    dev += float((now * (log_ratio.exp() - 1).abs()).sum())
-                    kl_tokens += int(now.sum())
+                log_ratio = (logp - old).detach()
+                sums.update(approx_kl=float((now * (log_ratio.exp() - 1 - log_ratio)).sum()), fresh=int(now.sum()),
+                            ratio_dev=float((now * (log_ratio.exp() - 1).abs()).sum()))  # fmt: skip
                 useful += sum(len(s.trunk) for s in part)
-        row = {k: v / tokens for k, v in sums.items()}
-        row |= dict(approx_kl=kl / max(kl_tokens, 1), ratio_dev=dev / max(kl_tokens, 1))
+        count = max(sums.pop("fresh"), 1)
+        row = {k: v / (count if k in ("approx_kl", "ratio_dev") else tokens) for k, v in sums.items()}
         logs.append(row)
         if np.mean([r["approx_kl"] for r in logs[-4:]]) > args.target_kl:  # one minibatch alone is too noisy
             optimizer.zero_grad()
@@ -801,22 +627,17 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
         row["grad_norm"] = optimizer.step(progress) or 0.0
         if stop:
             break
-    seconds, names = time.perf_counter() - start, ("pg_loss", "approx_kl", "ref_kl", "entropy", "clip_frac")
-    return {**{f"policy/{k}": float(np.mean([r[k] for r in logs])) for k in names},
-            "policy/grad_norm": float(np.mean([r["grad_norm"] for r in logs if "grad_norm" in r] or [0.0])),
-            "policy/first_ratio_dev": logs[0]["ratio_dev"], "policy/minibatches": len(logs),
-            "policy/stopped": int(stopped), "policy/old_frac": 1 - fresh / len(steps),
-            "perf/update_tokens_per_s": useful / seconds}  # fmt: skip
+    logged = common.update_row(logs, stopped, useful, start)
+    return logged | {"policy/old_frac": 1 - fresh / len(steps)}
 
 
 # ------------------------------------------------------------------------------------------------------------ evaluator
-def evaluate(lm: LM, args, split: str, episodes: int, scorer=None) -> tuple[dict, list[dict]]:
+def evaluate(lm: LM, args, split: str, episodes: int) -> tuple[dict, list[list[Step]], list[dict]]:
     """Greedy success on `episodes` fixed tasks of a split; uses no random stream, so training does not notice it.
 
-    Returns (success, ci95, mean_steps over all, ep_len over successes, mean_return, invalid_rate, episodes) and the
-    traces, with S(s_t), V(s_t) and the return G_t at each step when a scorer is given.
+    Returns (success, ci95, mean_steps of all, ep_len of successes, mean_return, invalid_rate, episodes), steps, traces.
     """
-    runs, stats, traces = rollout(lm, args, split, range(episodes), temperature=0.0, trace=True)
+    runs, stats, traces = rollout(lm, args, split, range(episodes), temperature=0.0)
     lengths = [len(steps) for steps in runs]
     wins = [t["success"] for t in traces]
     n = len(runs) + stats["env_errors"]  # a dropped episode counts as a failure
@@ -824,26 +645,18 @@ def evaluate(lm: LM, args, split: str, episodes: int, scorer=None) -> tuple[dict
                   ep_len=float(np.mean([k for k, w in zip(lengths, wins, strict=True) if w] or [0])),
                   mean_return=float(np.mean([sum(s.reward for s in steps) for steps in runs] or [0])),
                   invalid_rate=stats["invalid"] / max(stats["steps"], 1), episodes=n)  # fmt: skip
-    if scorer is not None:
-        steps = [s for run in runs for s in run]
-        fill_values(scorer, steps)
-        fill_returns(steps, args.gamma)
-        for run, trace in zip(runs, traces, strict=True):
-            for step, row in zip(run, trace["steps"], strict=True):
-                score = float(scorer.to_score(np.float64(step.value)))
-                row |= {"score": score, "value": step.value, "return": step.ret}
-    return result, traces
+    return result, runs, traces
 
 
 def test(L: Learner, stage: str):
     """Held-out test of the current weights, with step rewards and shares, into summary.json and episodes.jsonl."""
-    result, traces = evaluate(L.lm, L.args, "test", L.args.eval_episodes)
+    result, runs, traces = evaluate(L.lm, L.args, "test", L.args.eval_episodes)
     if L.args.lam > 0 and L.reward.optimizer.steps:
-        episodes = [[(r["state"], r["action"]) for r in t["steps"]] for t in traces]
-        L.reward.embed.add([turn for e in episodes for turn in e])
-        raw, c = L.reward.raw(episodes)
-        numbers = zip(L.reward.combine(raw)[0], c, strict=True)
-        for row, (reward, share) in zip((r for t in traces for r in t["steps"]), numbers, strict=True):
+        common.annotate(runs, traces)
+        L.reward.embed.add([turn for run in runs for turn in turns_of(run)])
+        raw, c = L.reward.raw([turns_of(run) for run in runs])
+        rows = [row for t in traces for row in t["steps"]]
+        for row, reward, share in zip(rows, L.reward.combine(raw)[0], c, strict=True):
             row |= {"step_reward": float(reward), "share": float(share)}
     L.record_test(stage, result, traces)
 
@@ -851,38 +664,25 @@ def test(L: Learner, stage: str):
 # ----------------------------------------------------------------------------------------------------------------- main
 @dataclass
 class Progress(common.Progress):
-    """Where a run stands, with what StepOPSD adds."""
-
     labels: int = 0  # labels of preferences.jsonl taken in so far
     visits: dict = field(default_factory=dict)  # times a state was acted in (key of its text -> count)
-    alarms: int = 0  # iterations with a reward-hacking alarm
 
 
 class Learner(common.Checkpoints):
     """The live objects of a run; `common.Checkpoints` logs, saves and restores them together."""
 
-    def __init__(self, args: Args, lm: LM, env, run: common.Run, stop: common.Interrupt):
-        self.args, self.stop, self.judge = args, stop, getattr(env, "judge", None)
+    def __init__(self, argv):
+        super().__init__(Args, TUNED, argv, make_env, ("policy", "value", "ref"), check=common.check_labeler)
+        args, lm = self.args, self.lm
+        embed = common.Embeddings(lm, args.micro_tokens, self.env.max_action_tokens)
         self.policy, self.value = Optimizer(lm.params("policy"), args.warmup_lr), ValueModel(lm, args)
-        self.reward = RewardModel(common.Embeddings(lm, args.micro_tokens, env.max_action_tokens), args)
-        self.store = common.PreferenceStore(run.folder / "preferences.jsonl", args.preferences)
-        self.ask = common.teacher(lm, args) if args.labeler == "llm" else None
+        self.reward, self.ask = RewardModel(embed, args), common.labeler(lm, self.env, args)
+        self.store = common.PreferenceStore(self.run.folder / "preferences.jsonl", args.preferences)
         optimizers = {"policy": self.policy, "value": self.value.optimizer, "reward": self.reward.optimizer}
-        super().__init__(run, lm, optimizers, Replay(args), Step, Progress(labels=self.store.imported))
-
-    def extra_tensors(self) -> dict:
-        return self.reward.embed.state()
-
-    def restore(self, name: str = "last", weights_only: bool = False):
-        every = self.optimizers
-        if weights_only:  # the reward model keeps what it learned from labels: those do not get worse
-            self.optimizers = {k: v for k, v in every.items() if k != "reward"}
-        super().restore(name, weights_only)
-        self.optimizers = every
-        self.policy.lr = self.args.warmup_lr if self.p.stage == "warmup" else self.args.policy_lr
-
-    def load_extra(self, tensors: dict):
-        self.reward.embed.load(tensors)
+        self.hold(optimizers, Replay(args), Step, Progress(labels=self.store.imported), evaluate, extra=embed,
+                  kept={"reward"})  # what labels taught does not get worse  # fmt: skip
+        size = sum(q.numel() for q in self.reward.nets[0].parameters())
+        print(f"reward model: {args.rm_ensemble} x {size / 1e6:.2f}M weights on embeddings of {embed.size}")
 
 
 def clone(L: Learner, steps: list[Step], progress: float) -> float:
@@ -898,49 +698,17 @@ def clone(L: Learner, steps: list[Step], progress: float) -> float:
     return total
 
 
-def score_error(scorer, steps, constant: float) -> tuple[float, float]:
-    """(MSE of the stored values, MSE of the constant predictor) against G, both on the [-1, 1] scale of S."""
-    targets, predicted = (scorer.to_score(np.array([getattr(s, k) for s in steps])) for k in ("ret", "value"))
-    return float(np.mean((predicted - targets) ** 2)), float(np.mean((constant - targets) ** 2))
-
-
-def validate(L: Learner, episodes: int = 0) -> dict:
-    """Greedy evaluation on validation tasks as metrics and one printed line."""
-    return L.record_validation(evaluate(L.lm, L.args, "val", episodes or L.args.val_episodes)[0])
-
-
 def warm_up(L: Learner):
     """Stage A (article 4.2): clone the demonstrations; then freeze a copy of the policy as the KL reference."""
-    if L.p.iteration == 0:
-        L.log(validate(L, min(8, L.args.val_episodes)))  # the step-0 point of every curve
-    env = make_env(L.args.env, seed=L.args.seed, split="train")
-    demos = [Step(s, out["trunk"], out["ids"]) for s, out in common.demonstrations(L.lm, env, L.args)]
-    if not L.imitate(demos, lambda chunk, progress: clone(L, chunk, progress), L.args, L.stop):
-        return
-    L.lm.copy_adapter("policy", "ref")
-    L.lm.copy_adapter("policy", "value")  # the clone reads these states already: the value learns faster from there
-    L.value.optimizer.adopt()
-    test(L, "warmup")
-    L.begin(L.args.algo, L.args.policy_lr, lambda: validate(L))
+    demos = [Step(s, out["trunk"], out["ids"]) for s, out in common.demonstrations(L.lm, L.env, L.args)]
+    if L.imitate(demos, clone, evaluate):
+        L.lm.copy_adapter("policy", "value")  # the clone reads these states already: the value learns faster from there
+        L.value.optimizer.adopt()
+        test(L, "warmup")
+        L.begin(L.args.algo, evaluate)
 
 
-def compare_decompositions(L: Learner) -> dict:
-    """Fit every decomposition anew on the older four fifths of the labels; accuracy on the newest fifth (3.2).
-
-    Also the rank correlation of its step rewards in the ring with the true progress, where the environment knows it.
-    """
-    rows, _, _ = common.clean_preferences(L.store.rows[-L.args.rm_memory :])
-    cut, table, steps = len(rows) * 4 // 5, {}, L.replay.steps
-    for how in ("attention", "gradient", "td", "label", "uniform") if cut else ():
-        model = RewardModel(L.reward.embed, replace(L.args, decompose=how, rm_ensemble=1))
-        model.fit(rows[:cut], ("compare",))
-        raw, _ = model.raw([turns_of(e) for e in split_episodes(steps)])
-        correlation = common.progress_correlation(steps, raw[0])
-        table[how] = {"accuracy": model.accuracy(rows[cut:]), "progress_corr": correlation}
-    return table
-
-
-def finish(L: Learner):
+def finish(L: Learner) -> int:
     """Test the best weights, write summary.json, report.md and plots, print the table of before and after."""
     args, p, sections = L.args, L.p, {}
     if p.stage != "bc":
@@ -948,90 +716,35 @@ def finish(L: Learner):
         relabel(L)  # a run resumed just here has not measured the ring yet
         test(L, p.stage)
     if p.labels >= 10 and args.lam > 0 and L.reward.optimizer.steps and L.replay.steps:
-        episodes = split_episodes(L.replay.steps)
-        sections["Spot check: highest and lowest segments"] = common.spot_check(episodes, L.reward.window)
-        table = compare_decompositions(L)
-        common.write_atomic(L.run.folder / "decompositions.json", json.dumps(table))
-        sections["Decompositions"] = common.decomposition_table(table)
-    p.finished = True
-    L.save()
-    common.finish_run(L.run, args, p, p.tested.get(p.stage, p.tested["warmup"]), sections)
-
-
-def set_up(argv) -> Learner:
-    """Arguments, model, adapters and run folder; a resumed run continues from its last checkpoint."""
-    args = common.parse_args(Args, argv)
-    folder, resumed = common.settle_args(args, TUNED)
-    common.check_limits(args)
-    common.check_labeler(args, resumed)
-    env = common.training_env(make_env, args)
-    if args.labeler == "rule" and args.lam > 0 and not hasattr(env, "judge"):
-        raise UserError(f"--labeler rule: the environment {args.env} has no judge(segment)")
-    stop = common.Interrupt()
-    lm, run = common.open_run(args, folder, resumed, ("policy", "value", "ref"), __file__)
-    L = Learner(args, lm, env, run, stop)
-    L.resume(args.eval_only, resumed)
-    size = sum(q.numel() for q in L.reward.nets[0].parameters())
-    print(f"reward model: {args.rm_ensemble} x {size / 1e6:.2f}M weights on embeddings of {L.reward.embed.size}")
-    return L
-
-
-def iteration_row(L: Learner, episodes: list[list[Step]], stats: Counter, advantages, spread) -> dict:
-    """What the collected episodes, their step rewards and the ring's raw advantages say, as metrics."""
-    steps, args = [s for e in episodes for s in e], L.args
-    gaps = np.concatenate([(s.sampler_logp - s.logp).numpy() for s in steps])  # (N,)
-    ended = max(stats["episodes"], 1)
-    rates = {f"rollout/{name}": stats[key] / stats["steps"] for name, key in
-             (("invalid_rate", "invalid"), ("cut_frac", "cut"), ("unfinished_frac", "unfinished"))}  # fmt: skip
-    row = {"train/success": stats["success"] / ended, "train/ep_len": len(steps) / len(episodes),
-           "train/return": float(np.mean([sum(s.env_reward for s in e) for e in episodes])),
-           "train/violation": float(np.mean([sum(s.violation for s in e) for e in episodes])),
-           "adv/mean": float(advantages.mean()), "adv/std": float(advantages.std()),
-           "policy/sampler_gap": float(np.mean(np.abs(gaps))), **rates,
-           "rollout/truncated_frac": stats["truncated"] / ended, "rollout/env_errors": stats["env_errors"],
-           "perf/peak_rss_mb": common.peak_memory()["peak_rss_mb"]}  # fmt: skip
-    if len(spread):
-        r = np.array([s.step_reward for s in steps])
-        counts, _ = np.histogram(r, 20, (-args.reward_clip, args.reward_clip))
-        row |= {"reward/step_mean": float(r.mean()), "reward/step_std": float(r.std()), "reward/hist": counts.tolist(),
-                "reward/spread": float(spread.mean())}  # fmt: skip
-        row["reward/progress_corr"] = common.progress_correlation(steps, r)
-    return row
+        model_of = lambda how: RewardModel(L.reward.embed, replace(args, decompose=how, rm_ensemble=1))  # noqa: E731
+        sections = common.preference_report(L.run, L.replay.steps, L.store, L.reward.window, model_of, args)
+    return L.finish(sections)
 
 
 def main(argv=None) -> int:
-    L = set_up(argv)
-    args, lm, p, run, stop = L.args, L.lm, L.p, L.run, L.stop
-    if args.eval_only:
-        print(json.dumps(evaluate(lm, args, "test", args.eval_episodes)[0]))
-        return 0
-    if p.finished and (run.folder / "report.md").exists():
-        print(f"this run is finished; see {run.folder / 'report.md'}")
-        return 0
+    L = Learner(argv)
+    args, lm, p, stop = L.args, L.lm, L.p, L.stop
     if p.stage == "warmup" and not stop:
         warm_up(L)
-    bar = tqdm(total=args.total_env_steps, initial=p.env_steps, desc=args.algo, unit="step", disable=args.algo == "bc")
+    bar = L.bar()
     while args.algo != "bc" and p.env_steps < args.total_env_steps and not stop:
-        done, clock = p.env_steps - p.stage_start, common.Stopwatch()
-        progress = done / (args.total_env_steps - p.stage_start)  # of this stage, for the schedules
-        version = p.iteration + 1
+        version, clock = p.iteration + 1, common.Stopwatch()
+        progress = (p.env_steps - p.stage_start) / (args.total_env_steps - p.stage_start)  # of this stage
 
         # ---- COLLECT (A): episodes of the current policy on training tasks it has not seen
         tasks = range(p.episodes, p.episodes + args.episodes_per_iter)
         episodes, stats, traces = rollout(lm, args, "train", tasks, temperature=args.temperature,
-                                          key=(args.seed, version), version=version, trace=True, stop=stop)  # fmt: skip
+                                          key=(args.seed, version), version=version, stop=stop)  # fmt: skip
         steps = [s for e in episodes for s in e]
         if stop:
             break
-        if not steps:
-            raise UserError(f"every episode of iteration {version} was dropped: the environment {args.env} fails")
-        annotate(episodes, stats, traces)
+        common.annotate(episodes, traces)
         clock.lap("collect")
-        fill_logprobs(lm, steps, "policy", "logp", args)  # π_old by the training forward: ρ starts at 1
-        fill_logprobs(lm, steps, "ref", "ref_logp", args)
+        common.fill_logprobs(token_logprobs, lm, steps, args, logp="policy", ref_logp="ref")  # π_old: ρ starts at 1
         L.replay.add(steps)
         ring, logs = L.replay.steps, {}
-        count_visits(p.visits, steps if args.curiosity else [])
+        if args.curiosity:
+            p.visits = dict(Counter(p.visits) + Counter(common.text_key(s.obs) for s in steps))
         clock.lap("logprobs")
 
         # ---- PREFERENCES (B): embed the new steps; now and then label pairs and update the reward model
@@ -1048,14 +761,16 @@ def main(argv=None) -> int:
         spread = relabel(L)
         fill_values(L.value, ring)
         fill_returns(ring, args.gamma)
-        mse_val, mse_constant = score_error(L.value, steps, float(np.mean([s.ret for s in ring])))
-        size, rng, norms = max(1, round(args.value_passes * len(steps))), rng_for(args.seed, "value", version), []
-        order = np.concatenate([rng.permutation(len(ring)) for _ in range(-(-size // len(ring)))])[:size]
-        for first in range(0, size, args.value_minibatch):
-            norms.append(L.value.update([ring[i] for i in order[first : first + args.value_minibatch]], progress))
+        mse_val, mse_constant = common.score_error(steps, float(np.mean([s.ret for s in ring])))
+        kept, held = common.hold_out(ring) if version == 1 else (ring, [])
+        passes = args.value_warmup if version == 1 else args.value_passes * len(steps) / len(ring)
+        chunks = common.minibatches(kept, args.value_minibatch, passes, args.seed, "value", version)
+        norms = [L.value.update(chunk, progress) for chunk in chunks]
         fill_values(L.value, ring)
+        if held:  # does the first policy update follow a value that knows more than the mean?
+            logs["value/mse_val"], logs["value/mse_constant"] = common.score_error(held, np.mean([s.ret for s in kept]))
         advantages = fill_advantages(ring, args)
-        mse_train, _ = score_error(L.value, ring, 0.0)
+        mse_train, _ = common.score_error(ring, 0.0)
         clock.lap("value")
 
         # ---- UPDATE: PPO on minibatches of the ring
@@ -1066,30 +781,18 @@ def main(argv=None) -> int:
 
         # ---- EVAL, LOG, SAVE
         p.iteration, p.env_steps, p.episodes = version, p.env_steps + len(steps), tasks.stop
-        p.env_seconds += clock.laps["collect"]
-        alarm = len(spread) > 0 and common.hacking_alarm(split_episodes(ring), version)
-        p.alarms += alarm
-        row = iteration_row(L, episodes, stats, advantages, spread) | logs
+        row = common.rollout_row(episodes, stats, traces, advantages, clock.laps["collect"]) | logs
+        row |= common.reward_row(ring, steps, spread, args.reward_clip, version)
         row |= {"policy/lr": L.policy.rate(progress), "policy/skipped_steps": L.policy.skipped,
-                "value/grad_norm": float(np.mean(norms)), "reward/hacking_alarm": int(alarm),
-                "score/mse_train": mse_train, "score/mse_val": mse_val, "score/mse_constant": mse_constant,
-                "perf/env_steps_per_s": len(steps) / clock.laps["collect"]}  # fmt: skip
-        if version % args.eval_every == 0 or p.env_steps >= args.total_env_steps:
-            row |= validate(L)
-            L.roll_back(row["eval/success"], args.rollback_drop)
-            clock.lap("eval")
-        L.log(row | {f"time/{k}": v for k, v in clock.laps.items()})
-        success, kl = row["train/success"], row["policy/approx_kl"]
-        bar.set_postfix(success=f"{success:.2f}", kl=f"{kl:.3f}", reward=f"{row.get('reward/step_mean', 0):.2f}")
-        bar.update(len(steps))
-        L.reward.embed.keep(turns_of(ring) + turns_in(L.reward.augmented(L.store.rows[-args.rm_memory :])))
+                "value/grad_norm": float(np.mean(norms)),
+                "score/mse_train": mse_train, "score/mse_val": mse_val, "score/mse_constant": mse_constant}  # fmt: skip
+        row |= L.milestone(evaluate, clock, args.rollback_drop)
+        L.log(row, clock)
+        common.advance(bar, len(steps), success=row["train/success"], kl=row["policy/approx_kl"])
+        L.reward.embed.keep(turns_of(ring) + turns_in(common.augmented(L.store.rows[-args.rm_memory :], args.augment)))
         L.save()
     bar.close()
-    if stop:
-        print(f"stopped; go on with: python {Path(__file__).name} --resume {run.folder}")
-        return 130
-    finish(L)
-    return 0
+    return L.stopped() if stop else finish(L)
 
 
 if __name__ == "__main__":

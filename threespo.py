@@ -28,12 +28,10 @@ step, N all action tokens, V vocabulary, K atoms.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -41,7 +39,7 @@ import torch
 from tqdm import tqdm
 
 import common
-from common import LM, Optimizer, UserError, rng_for, token_batches, torch_rng_for
+from common import LM, RL_FLOOR, Optimizer, rng_for, token_batches, torch_rng_for
 from envs import make_env
 
 
@@ -290,20 +288,9 @@ def token_logprobs(lm: LM, steps, temperature: float, with_entropy: bool = False
     return log_probs.gather(1, actions[:, None])[:, 0], entropy
 
 
-@torch.no_grad()
-def fill_logprobs(lm: LM, steps, adapter: str, name: str, args):
-    """Store the training forward's log-probs of `adapter` in the steps' field `name` (each (n,), on the CPU)."""
-    with lm.adapter(adapter):
-        for rows in token_batches([len(s.trunk) for s in steps], args.micro_tokens):
-            batch = [steps[i] for i in rows]
-            log_probs, _ = token_logprobs(lm, batch, args.temperature)
-            for step, values in zip(batch, log_probs.cpu().split([len(s.action) for s in batch]), strict=True):
-                setattr(step, name, values)
-
-
 # ------------------------------------------------------------------------------------------------- steps, ring, rollout
 @dataclass
-class Step:
+class Step(common.Transition):
     """One decision. Ids are the sampled ones, never re-encoded text; each quantity has a field of its own."""
 
     state: list[int]  # (T,) prompt ids of s_t
@@ -326,27 +313,9 @@ class Step:
     advantage: float = 0.0  # A_t, normalised and clipped
     ret: float = 0.0  # G_t, the score's target
 
-    @property
-    def state_trunk(self) -> torch.Tensor:
-        return self.trunk[: len(self.state)]  # (T, D)
 
-    @property
-    def done(self) -> bool:
-        return self.terminated or self.truncated
-
-
-class Replay:
+class Replay(common.Ring):
     """Ring of the last `replay_iters` iterations of steps with prioritised sampling, equation (6) (article 4.1)."""
-
-    def __init__(self, args):
-        self.args, self.iterations = args, []
-
-    def add(self, steps: list[Step]):
-        self.iterations = [*self.iterations, steps][-self.args.replay_iters :]
-
-    @property
-    def steps(self) -> list[Step]:
-        return [s for steps in self.iterations for s in steps]
 
     def sample(self, rng, steps: list[Step], size: int, beta: float) -> tuple[list[Step], np.ndarray]:
         """`size` draws with replacement, P ~ (|δ|+ε)^α, and weights (N P)^-β over the ring's largest, all <= 1.
@@ -361,61 +330,38 @@ class Replay:
         return [steps[i] for i in chosen], (probs[chosen] / probs.min()) ** -beta
 
 
-def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, policy="policy", trace=False, stop=None,
-            bar=None):  # fmt: skip
+def rollout(lm: LM, args, split, tasks, *, temperature, key=(), version=-1, policy="policy", stop=None, bar=None):
     """Play one episode of each task in lockstep batches of `num_envs` -> (episodes, statistics, traces).
 
     episodes: lists of Step in task order; one whose environment raised is dropped and counted (10 in a row: UserError).
-    policy "random": uniformly random legal actions. `trace` keeps the texts for the evaluation log.
+    policy "random": uniformly random legal actions. traces: outcome and texts of each episode, for logs and judges.
     """
-    queue, running, finished, stats, memo = list(tasks)[::-1], [], {}, Counter(), {}
-    pool = common.EnvPool(lambda: make_env(args.env, seed=args.seed, split=split), args.env, stats)
+    queue, running, memo = list(tasks)[::-1], [], {}
+    pool = common.EnvPool(make_env, args, split, random=policy == "random", bar=bar)
     noise, rng = torch_rng_for(lm.device, "rollout", *key), rng_for("random actions", *key)
     while (queue or running) and not stop:
         while queue and len(running) < args.num_envs:
             running += pool.begin(queue.pop())
-        legal = [pool.legal(r) if policy == "random" else ["any"] for r in running]
-        running, legal = ([x for x, y in zip(xs, legal, strict=True) if y] for xs in (running, legal))
         if not running:
             continue
         room = running[0].env.max_action_tokens
-        prompts = [lm.encode_prompt(r.obs, room) for r in running]
-        ids = [prompt for prompt, _ in prompts]
+        prompts, cuts = zip(*(lm.encode_prompt(r.obs, room) for r in running), strict=True)
         if policy == "random":
-            outs = common.demonstrated(lm, ids, [texts[rng.integers(len(texts))] for texts in legal])
+            outs = common.demonstrated(lm, prompts, [r.legal[rng.integers(len(r.legal))] for r in running])
         else:
             with lm.adapter(policy):
-                sample = temperature > 0
-                outs = lm.generate(ids, room, temperature, noise) if sample else lm.generate_greedy(ids, room, memo)
-        still = []
-        for r, (prompt, cut), out in zip(running, prompts, outs, strict=True):
-            text, before = lm.decode(out["ids"]).strip(), r.obs
-            result = pool.step(r, text)
+                outs = lm.act(prompts, room, temperature, noise, memo)
+        for r, prompt, cut, out in zip(running, prompts, cuts, outs, strict=True):
+            result = pool.step(r, lm.decode(out["ids"]).strip(), cut, out["finish"])  # reward, terminated, truncated
             if result is None:
                 continue
-            reward, terminated, truncated, valid, success, was_cut = result
-            step = Step(prompt, out["trunk"], out["ids"], reward, terminated, truncated, version)
-            step.sampler_logp = torch.tensor(out["logps"])
+            step = Step(prompt, out["trunk"], out["ids"], *result, version, sampler_logp=torch.tensor(out["logps"]))
             r.steps.append(step)
-            stats.update(steps=1, invalid=not valid, cut=cut or was_cut, unfinished=out["finish"] != "eos")
-            if trace:
-                r.texts.append(dict(state=before, action=text, reward=reward, valid=valid))
-            if not step.done:
-                still.append(r)
-                continue
             if step.truncated:
                 step.final_state, _ = lm.encode_prompt(r.obs, room)
                 step.final_trunk = lm.trunk([step.final_state])[0]
-            finished[r.task] = r
-            pool.free.append(r.env)
-            stats.update(episodes=1, success=success, truncated=truncated)
-            if bar is not None:
-                bar.update(1)
-        running = still
-    done = [finished[t] for t in tasks if t in finished]
-    traces = [dict(task=r.task, success=bool(r.info["success"]), kind=r.info.get("task", ""), steps=r.texts)
-              for r in done]  # fmt: skip
-    return [r.steps for r in done], stats, traces
+        running = [r for r in running if r.alive]
+    return pool.results(tasks)
 
 
 # -------------------------------------------------------------------------------------------------- advantages and loss
@@ -428,10 +374,8 @@ def compute_gae(rewards, values, terminated, truncated, final_values, gamma: flo
     deltas, advantages = np.zeros(len(rewards)), np.zeros(len(rewards))
     running = 0.0
     for t in reversed(range(len(rewards))):
-        if terminated[t]:
-            following, running = 0.0, 0.0
-        elif truncated[t]:
-            following, running = final_values[t], 0.0
+        if terminated[t] or truncated[t]:
+            following, running = 0.0 if terminated[t] else final_values[t], 0.0
         else:
             following = values[t + 1]
         deltas[t] = rewards[t] + gamma * following - values[t]
@@ -505,31 +449,25 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
     logs, start, useful, stopped = [], time.perf_counter(), 0, False
     for first in range(0, len(batch), args.minibatch):
         chunk, w = batch[first : first + args.minibatch], weights[first : first + args.minibatch]
-        tokens = sum(len(s.action) for s in chunk)
-        sums, kl, kl_tokens, dev = Counter(), 0.0, 0, 0.0
+        tokens, sums = sum(len(s.action) for s in chunk), Counter()
         with lm.adapter("policy"):
             for rows in token_batches([len(s.trunk) for s in chunk], args.micro_tokens):
                 part = [chunk[i] for i in rows]
-                counts = torch.tensor([len(s.action) for s in part])
-
-                def spread(x, counts=counts):  # (B,) -> (N,): a step's number for each of its action tokens
-                    return torch.tensor(x, dtype=torch.float32).repeat_interleave(counts).to(lm.device)
-
                 logp, entropy = token_logprobs(lm, part, args.temperature, with_entropy=True)
                 old, ref = (torch.cat([getattr(s, k) for s in part]).to(lm.device) for k in ("logp", "ref_logp"))
-                advantages, importance = spread([s.advantage for s in part]), spread([float(w[i]) for i in rows])
+                of_step = [(chunk[i].advantage, w[i], chunk[i].version == version) for i in rows]
+                lengths = torch.tensor([len(s.action) for s in part])
+                of_token = torch.tensor(of_step, dtype=torch.float32).repeat_interleave(lengths, 0)  # (N, 3)
+                advantages, importance, now = of_token.T.to(lm.device)  # (N,) each
                 loss, part_sums = ppo_loss(logp, old, ref, entropy, advantages, importance, args)
                 (loss / tokens).backward()  # mean over the tokens of the whole minibatch, whatever its micro-batches
                 sums.update({k: float(v) for k, v in part_sums.items()})
-                with torch.no_grad():
-                    now = spread([float(s.version == version) for s in part])
-                    log_ratio = logp - old
-                    kl += float((now * (log_ratio.exp() - 1 - log_ratio)).sum())
-                    dev += float((now * (log_ratio.exp() - 1).abs()).sum())
-                    kl_tokens += int(now.sum())
+                log_ratio = (logp - old).detach()
+                sums.update(approx_kl=float((now * (log_ratio.exp() - 1 - log_ratio)).sum()), fresh=int(now.sum()),
+                            ratio_dev=float((now * (log_ratio.exp() - 1).abs()).sum()))  # fmt: skip
                 useful += sum(len(s.trunk) for s in part)
-        row = {k: v / tokens for k, v in sums.items()}
-        row |= dict(approx_kl=kl / max(kl_tokens, 1), ratio_dev=dev / max(kl_tokens, 1))
+        count = max(sums.pop("fresh"), 1)
+        row = {k: v / (count if k in ("approx_kl", "ratio_dev") else tokens) for k, v in sums.items()}
         logs.append(row)
         if np.mean([r["approx_kl"] for r in logs[-4:]]) > args.target_kl:  # one minibatch alone is too noisy
             optimizer.zero_grad()
@@ -538,22 +476,17 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
         row["grad_norm"] = optimizer.step(progress) or 0.0
         if stop:
             break
-    seconds, names = time.perf_counter() - start, ("pg_loss", "approx_kl", "ref_kl", "entropy", "clip_frac")
-    return {**{f"policy/{k}": float(np.mean([r[k] for r in logs])) for k in names},
-            "policy/grad_norm": float(np.mean([r["grad_norm"] for r in logs if "grad_norm" in r] or [0.0])),
-            "policy/first_ratio_dev": logs[0]["ratio_dev"], "policy/minibatches": len(logs),
-            "policy/stopped": int(stopped), "policy/old_frac": 1 - fresh / len(steps),
-            "perf/update_tokens_per_s": useful / seconds}  # fmt: skip
+    logged = common.update_row(logs, stopped, useful, start)
+    return logged | {"policy/old_frac": 1 - fresh / len(steps)}
 
 
 # ------------------------------------------------------------------------------------------------------------ evaluator
-def evaluate(lm: LM, args, split: str, episodes: int, scorer=None) -> tuple[dict, list[dict]]:
+def evaluate(lm: LM, args, split: str, episodes: int) -> tuple[dict, list[list[Step]], list[dict]]:
     """Greedy success on `episodes` fixed tasks of a split; uses no random stream, so training does not notice it.
 
-    Returns (success, ci95, mean_steps over all, ep_len over successes, mean_return, invalid_rate, episodes) and the
-    traces, with S(s_t), V(s_t) and the return G_t at each step when a scorer is given.
+    Returns (success, ci95, mean_steps of all, ep_len of successes, mean_return, invalid_rate, episodes), steps, traces.
     """
-    runs, stats, traces = rollout(lm, args, split, range(episodes), temperature=0.0, trace=True)
+    runs, stats, traces = rollout(lm, args, split, range(episodes), temperature=0.0)
     lengths = [len(steps) for steps in runs]
     wins = [t["success"] for t in traces]
     n = len(runs) + stats["env_errors"]  # a dropped episode counts as a failure
@@ -561,30 +494,22 @@ def evaluate(lm: LM, args, split: str, episodes: int, scorer=None) -> tuple[dict
                   ep_len=float(np.mean([k for k, w in zip(lengths, wins, strict=True) if w] or [0])),
                   mean_return=float(np.mean([sum(s.reward for s in steps) for steps in runs] or [0])),
                   invalid_rate=stats["invalid"] / max(stats["steps"], 1), episodes=n)  # fmt: skip
-    if scorer is not None:
-        steps = [s for run in runs for s in run]
-        fill_values(scorer, steps)
-        fill_returns(steps, args.gamma)
-        for run, trace in zip(runs, traces, strict=True):
-            for step, row in zip(run, trace["steps"], strict=True):
-                score = float(scorer.to_score(np.float64(step.value)))
-                row |= {"score": score, "value": step.value, "return": step.ret}
-    return result, traces
+    return result, runs, traces
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
 class Learner(common.Checkpoints):
     """The live objects of a run; `common.Checkpoints` logs, saves and restores them together."""
 
-    def __init__(self, args: Args, lm: LM, scorer, run: common.Run, stop: common.Interrupt):
-        self.args, self.scorer, self.stop = args, scorer, stop
+    def __init__(self, argv):
+        super().__init__(Args, TUNED, argv, make_env, ("policy", "score", "ref"))
+        args, lm, bounds = self.args, self.lm, self.env.return_bounds
+        kind = PromptScorer if args.scorer == "prompt" and args.algo == "3spo" else ScoreModel
+        self.scorer = kind(lm, bounds, args)
         self.policy = Optimizer(lm.params("policy"), args.warmup_lr)
-        optimizers = {"policy": self.policy} | ({"score": scorer.optimizer} if scorer.optimizer else {})
-        super().__init__(run, lm, optimizers, Replay(args), Step, common.Progress())
-
-    def restore(self, name: str = "last", weights_only: bool = False):
-        super().restore(name, weights_only)
-        self.policy.lr = self.args.warmup_lr if self.p.stage == "warmup" else self.args.policy_lr
+        optimizers = {"policy": self.policy} | ({"score": self.scorer.optimizer} if self.scorer.optimizer else {})
+        self.hold(optimizers, Replay(args), Step, common.Progress(), evaluate)
+        print(f"returns in [{bounds[0]:.2f}, {bounds[1]:.2f}]; score head {lm.hidden_size} x {ScoreModel.K}")
 
 
 def clone(L: Learner, steps: list[Step], progress: float) -> float:
@@ -600,36 +525,27 @@ def clone(L: Learner, steps: list[Step], progress: float) -> float:
     return total
 
 
-def score_error(scorer, steps, constant: float) -> tuple[float, float]:
-    """(MSE of the stored values, MSE of the constant predictor) against G, both on the [-1, 1] scale of S."""
-    targets, predicted = (scorer.to_score(np.array([getattr(s, k) for s in steps])) for k in ("ret", "value"))
-    return float(np.mean((predicted - targets) ** 2)), float(np.mean((constant - targets) ** 2))
-
-
 def test(L: Learner, stage: str):
-    """Held-out test of the current weights, into summary.json and episodes.jsonl."""
-    L.record_test(stage, *evaluate(L.lm, L.args, "test", L.args.eval_episodes, L.scorer if stage != "warmup" else None))
-
-
-def validate(L: Learner, episodes: int = 0) -> dict:
-    """Greedy evaluation on validation tasks as metrics and one printed line."""
-    return L.record_validation(evaluate(L.lm, L.args, "val", episodes or L.args.val_episodes)[0])
+    """Held-out test of the current weights, with V, its scale S and the return, into summary.json, episodes.jsonl."""
+    result, runs, traces = evaluate(L.lm, L.args, "test", L.args.eval_episodes)
+    if stage != "warmup":
+        steps = [s for run in runs for s in run]
+        fill_values(L.scorer, steps)
+        fill_returns(steps, L.args.gamma)
+        common.show_scores(traces, steps, L.scorer.to_score)
+    L.record_test(stage, result, traces)
 
 
 def warm_up(L: Learner):
     """Stage A (article 4.2): clone the demonstrations; then freeze a copy of the policy as the KL reference."""
-    if L.p.iteration == 0:
-        L.log(validate(L, min(8, L.args.val_episodes)))  # the step-0 point of every curve
-    env = make_env(L.args.env, seed=L.args.seed, split="train")
-    demos = [Step(s, out["trunk"], out["ids"]) for s, out in common.demonstrations(L.lm, env, L.args)]
-    if not L.imitate(demos, lambda chunk, progress: clone(L, chunk, progress), L.args, L.stop):
+    demos = [Step(s, out["trunk"], out["ids"]) for s, out in common.demonstrations(L.lm, L.env, L.args)]
+    if not L.imitate(demos, clone, evaluate):
         return
-    L.lm.copy_adapter("policy", "ref")
     if L.scorer.optimizer:
         L.lm.copy_adapter("policy", "score")  # the clone reads these pages already: the score learns faster from there
         L.scorer.optimizer.adopt()
     test(L, "warmup")
-    L.begin("bc" if L.args.algo == "bc" else "score", L.args.policy_lr, lambda: validate(L))
+    L.begin("bc" if L.args.algo == "bc" else "score", evaluate)
 
 
 def collect_for_score(L: Learner):
@@ -645,8 +561,8 @@ def collect_for_score(L: Learner):
         return
     steps = [s for e in [*episodes, *random] for s in e]
     fill_returns(steps, args.gamma)  # nothing is bootstrapped: the score has no opinion yet
-    for adapter, name in (("policy", "logp"), ("ref", "ref_logp")):
-        fill_logprobs(L.lm, [s for s in steps if s.version >= 0], adapter, name, args)
+    own = [s for s in steps if s.version >= 0]
+    common.fill_logprobs(token_logprobs, L.lm, own, args, logp="policy", ref_logp="ref")
     L.replay.add(steps)
     p.env_steps, p.episodes = stats["steps"] + others["steps"], end
     own, other = (t["success"] / max(t["episodes"], 1) for t in (stats, others))
@@ -663,25 +579,21 @@ def pretrain_score(L: Learner):
     args, p = L.args, L.p
     if not L.replay.iterations and args.score_episodes:
         collect_for_score(L)
-    held, kept, episode = [], [], 0
-    for step in L.replay.steps:  # every fifth episode is held out
-        (held if episode % 5 == 4 else kept).append(step)
-        episode += step.done
+    kept, held = common.hold_out(L.replay.steps)
     if kept and held:
         p.score_constant = float(np.mean(L.scorer.to_score(np.array([s.ret for s in kept]))))
     bar = tqdm(total=args.score_epochs, initial=p.iteration, desc="score: fit", unit="epoch", disable=not kept)
     while kept and held and p.iteration < args.score_epochs and not p.below and not L.stop:
         update = lambda chunk, progress: L.scorer.update(chunk, np.ones(len(chunk)), progress)  # noqa: E731
-        fit = (kept, update, args.score_minibatch, args.score_epochs, args.seed, L.stop)
-        loss = L.epoch(*fit) if L.scorer.optimizer else 0.0
+        loss = L.epoch(kept, update, args.score_minibatch, args.score_epochs) if L.scorer.optimizer else 0.0
         if L.stop:
             break
         if L.scorer.optimizer:
             L.scorer.fit_head(kept)
         p.iteration += 1
         fill_values(L.scorer, [*kept, *held])
-        train, _ = score_error(L.scorer, kept, p.score_constant)
-        val, constant = score_error(L.scorer, held, p.score_constant)
+        train, _ = common.score_error(kept, p.score_constant, L.scorer.to_score)
+        val, constant = common.score_error(held, p.score_constant, L.scorer.to_score)
         rank = common.spearman([s.value for s in held], [s.ret for s in held])
         L.log({"score/loss": loss, "score/mse_train": train, "score/mse_val": val, "score/mse_constant": constant,
                "score/rank_corr": rank})  # fmt: skip
@@ -700,11 +612,13 @@ def pretrain_score(L: Learner):
     if p.below:
         L.restore("best", weights_only=True)  # the pass before the error rose
     p.stage, p.iteration, p.below, p.stage_start = args.algo, 0, 0, p.env_steps
+    if L.scorer.optimizer:
+        L.scorer.optimizer.floor = RL_FLOOR
     L.save("best")
     L.save()
 
 
-def finish(L: Learner):
+def finish(L: Learner) -> int:
     """Test the best weights, write summary.json, report.md and plots, print the table of before and after."""
     args, p = L.args, L.p
     if p.stage != "bc":
@@ -714,78 +628,37 @@ def finish(L: Learner):
     env = make_env(args.env, seed=args.seed, split="test")
     if hasattr(env, "cells") and p.stage != "bc":
         score = lambda ids, trunks: L.scorer.score(list(map(Step, ids, trunks)))  # noqa: E731
-        sections["Score and true distance"] = [common.distance_report(L.run, common.heat_maps(L.lm, env, score))]
-    p.finished = True
-    L.save()
-    common.finish_run(L.run, args, p, p.tested.get(p.stage, p.tested["warmup"]), sections)
-
-
-def set_up(argv) -> Learner:
-    """Arguments, model, adapters and run folder; a resumed run continues from its last checkpoint."""
-    args = common.parse_args(Args, argv)
-    folder, resumed = common.settle_args(args, TUNED)
-    common.check_limits(args)
-    env = common.training_env(make_env, args)
-    stop = common.Interrupt()
-    lm, run = common.open_run(args, folder, resumed, ("policy", "score", "ref"), __file__)
-    kind = PromptScorer if args.scorer == "prompt" and args.algo == "3spo" else ScoreModel
-    L = Learner(args, lm, kind(lm, env.return_bounds, args), run, stop)
-    L.resume(args.eval_only, resumed)
-    print("returns in [{:.2f}, {:.2f}]".format(*env.return_bounds), f"score head {lm.hidden_size} x {ScoreModel.K}")
-    return L
-
-
-def iteration_row(episodes: list[list[Step]], stats: Counter, advantages: np.ndarray) -> dict:
-    """What the collected episodes and the ring's raw advantages say, as metrics."""
-    steps = [s for e in episodes for s in e]
-    gaps = np.concatenate([(s.sampler_logp - s.logp).numpy() for s in steps])  # (N,)
-    ended = max(stats["episodes"], 1)
-    rates = {f"rollout/{name}": stats[key] / stats["steps"] for name, key in
-             (("invalid_rate", "invalid"), ("cut_frac", "cut"), ("unfinished_frac", "unfinished"))}  # fmt: skip
-    return {"train/success": stats["success"] / ended, "train/ep_len": len(steps) / len(episodes),
-            "train/return": float(np.mean([sum(s.reward for s in e) for e in episodes])),
-            "adv/mean": float(advantages.mean()), "adv/std": float(advantages.std()),
-            "policy/sampler_gap": float(np.mean(np.abs(gaps))), **rates,
-            "rollout/truncated_frac": stats["truncated"] / ended, "rollout/env_errors": stats["env_errors"],
-            "perf/peak_rss_mb": common.peak_memory()["peak_rss_mb"]}  # fmt: skip
+        sections["Score and true distance"] = common.distance_report(L.run, L.lm, env, score)
+    return L.finish(sections)
 
 
 def main(argv=None) -> int:
-    L = set_up(argv)
-    args, lm, p, run, stop = L.args, L.lm, L.p, L.run, L.stop
-    if args.eval_only:
-        print(json.dumps(evaluate(lm, args, "test", args.eval_episodes)[0]))
-        return 0
-    if p.finished and (run.folder / "report.md").exists():
-        print(f"this run is finished; see {run.folder / 'report.md'}")
-        return 0
+    L = Learner(argv)
+    args, lm, p, stop = L.args, L.lm, L.p, L.stop
     if p.stage == "warmup" and not stop:
         warm_up(L)
     if p.stage == "score" and not stop:
         pretrain_score(L)
-    bar = tqdm(total=args.total_env_steps, initial=p.env_steps, desc=args.algo, unit="step", disable=args.algo == "bc")
+    bar = L.bar()
     while args.algo != "bc" and p.env_steps < args.total_env_steps and not stop:
         version, clock = p.iteration + 1, common.Stopwatch()
         progress = (p.env_steps - p.stage_start) / (args.total_env_steps - p.stage_start)  # of this stage
 
         # ---- COLLECT: episodes of the current policy on training tasks it has not seen
         tasks = range(p.episodes, p.episodes + args.episodes_per_iter)
-        episodes, stats, _ = rollout(lm, args, "train", tasks, temperature=args.temperature, key=(args.seed, version),
-                                     version=version, stop=stop)  # fmt: skip
+        episodes, stats, traces = rollout(lm, args, "train", tasks, temperature=args.temperature,
+                                          key=(args.seed, version), version=version, stop=stop)  # fmt: skip
         steps = [s for e in episodes for s in e]
         if stop:
             break
-        if not steps:
-            raise UserError(f"every episode of iteration {version} was dropped: the environment {args.env} fails")
         clock.lap("collect")
-        fill_logprobs(lm, steps, "policy", "logp", args)  # π_old by the training forward: ρ starts at 1
-        fill_logprobs(lm, steps, "ref", "ref_logp", args)
+        common.fill_logprobs(token_logprobs, lm, steps, args, logp="policy", ref_logp="ref")  # π_old: ρ starts at 1
         clock.lap("logprobs")
 
         # ---- SCORE: error on the new episodes before they are trained on (held out by time), then a pass over the ring
         fill_values(L.scorer, steps)
         fill_advantages(steps, args)  # their δ are the priorities of the pass below
-        mse_val, mse_constant = score_error(L.scorer, steps, p.score_constant)
+        mse_val, mse_constant = common.score_error(steps, p.score_constant, L.scorer.to_score)
         rank = common.spearman([s.value for s in steps], [s.ret for s in steps])
         L.replay.add(steps)
         ring = L.replay.steps
@@ -802,7 +675,7 @@ def main(argv=None) -> int:
         # ---- ADVANTAGE: V, G and A of the whole ring from the score just updated
         fill_values(L.scorer, ring)
         advantages = fill_advantages(ring, args)
-        mse_train, _ = score_error(L.scorer, ring, p.score_constant)
+        mse_train, _ = common.score_error(ring, p.score_constant, L.scorer.to_score)
         clock.lap("score")
 
         # ---- UPDATE: PPO on prioritised minibatches
@@ -813,26 +686,16 @@ def main(argv=None) -> int:
 
         # ---- EVAL, LOG, SAVE
         p.iteration, p.env_steps, p.episodes = version, p.env_steps + len(steps), tasks.stop
-        p.env_seconds += clock.laps["collect"]
-        row = iteration_row(episodes, stats, advantages) | logs
+        row = common.rollout_row(episodes, stats, traces, advantages, clock.laps["collect"]) | logs
         row |= {"policy/lr": L.policy.rate(progress), "policy/skipped_steps": L.policy.skipped,
                 "score/mse_train": mse_train, "score/mse_val": mse_val, "score/mse_constant": mse_constant,
-                "score/rank_corr": rank, "perf/env_steps_per_s": len(steps) / clock.laps["collect"]}  # fmt: skip
-        if version % args.eval_every == 0 or p.env_steps >= args.total_env_steps:
-            row |= validate(L)
-            L.roll_back(row["eval/success"], args.rollback_drop)
-            clock.lap("eval")
-        L.log(row | {f"time/{k}": v for k, v in clock.laps.items()})
-        shown = dict(success=row["train/success"], kl=row["policy/approx_kl"], mse=mse_val)
-        bar.set_postfix({k: f"{v:.3f}" for k, v in shown.items()})
-        bar.update(len(steps))
+                "score/rank_corr": rank}  # fmt: skip
+        row |= L.milestone(evaluate, clock, args.rollback_drop)
+        L.log(row, clock)
+        common.advance(bar, len(steps), success=row["train/success"], kl=row["policy/approx_kl"], mse=mse_val)
         L.save()
     bar.close()
-    if stop:
-        print(f"stopped; go on with: python {Path(__file__).name} --resume {run.folder}")
-        return 130
-    finish(L)
-    return 0
+    return L.stopped() if stop else finish(L)
 
 
 if __name__ == "__main__":

@@ -127,6 +127,24 @@ def main_here(module, argv, capfd):
     return stopped.value.code, out.out, out.err
 
 
+def warmed_up(module, tmp_path):
+    """A learner of an algorithm file behind a very short warm-up."""
+    argv = """--env gridworld --model tiny --demos 4 --warmup_epochs 1 --eval_episodes 2 --val_episodes 2 --lora_rank 8
+        --lora_layers 1""".split()
+    learner = module.Learner([*argv, "--out", str(tmp_path / "run")])
+    module.warm_up(learner)
+    return learner
+
+
+def starts_from_the_policy(lm, name, optimizer):
+    """Adapter `name` is a copy of the cloned policy, and so are the weights its optimiser goes on from."""
+    copy = lm.params(name)
+    pairs = [(p, copy[k.replace(".policy.", f".{name}.")]) for k, p in lm.params("policy").items()]
+    moved = any(bool(p.any()) for k, p in copy.items() if "lora_B" in k)  # a fresh adapter's B is zero
+    return moved and all(torch.equal(a, b) for a, b in pairs) and all(
+        torch.equal(optimizer.master[k], p.float()) for k, p in copy.items())  # fmt: skip
+
+
 def steady(row):
     """A metrics row without what depends on the clock or the machine."""
     return {k: v for k, v in row.items() if not k.startswith(("perf/", "time/")) and "wall" not in k}

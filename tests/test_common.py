@@ -414,6 +414,16 @@ def test_rng_depends_on_the_whole_key():
     )
 
 
+def test_minibatches_cover_the_passes():
+    steps = list(range(10))
+    chunks = list(common.minibatches(steps, 4, 2.5, "key"))
+    flat = [x for c in chunks for x in c]
+    assert [len(c) for c in chunks] == [4, 4, 4, 4, 4, 4, 1]
+    assert sorted(flat[:10]) == steps and sorted(flat[10:20]) == steps and len(set(flat[20:])) == 5
+    assert list(common.minibatches(steps, 4, 2.52, "key")) == chunks != list(common.minibatches(steps, 4, 2.5, "other"))
+    assert [len(c) for c in common.minibatches(steps, 4, 0.0, "key")] == [1]
+
+
 # ----------------------------------------------------------------------------------------------------------- optimiser
 
 
@@ -462,7 +472,7 @@ def test_gradient_norm_is_clipped_over_all_parameters():
     assert moments == pytest.approx([0.9 * 0.06 + 0.03, 0.9 * 0.08 + 0.04], rel=1e-4)  # below the limit: not scaled
 
 
-def test_rate_warms_up_and_decays_to_a_tenth():
+def test_rate_warms_up_and_decays_to_its_floor():
     optimizer = Optimizer({"w": parameter(0.0)}, 2.0, warmup=4)
     assert optimizer.rate(0.0) == pytest.approx(0.5)  # the first of four updates: a quarter, whatever the progress
     optimizer.steps = 1
@@ -474,8 +484,13 @@ def test_rate_warms_up_and_decays_to_a_tenth():
     assert optimizer.rate(1.0) == pytest.approx(0.2) and optimizer.rate(7.0) == pytest.approx(0.2)
     optimizer.scale = 0.5
     assert optimizer.rate(1.0) == pytest.approx(0.1)
-    optimizer.restart(1.0)
+    optimizer.restart(1.0, 0.5)
     assert optimizer.rate(0.0) == pytest.approx(0.125)  # a new stage warms up again (the scale of a rollback stays)
+    optimizer.steps = 30
+    assert [optimizer.rate(x) for x in (0.0, 0.5, 1.0)] == pytest.approx([0.5, 0.5 * 0.75, 0.25])
+    other = Optimizer({"w": parameter(0.0)}, 3.0)
+    other.load("w", *optimizer.state("w"))  # a resumed run goes on at the same rate
+    assert other.rate(0.3) == optimizer.rate(0.3)
 
 
 def trained(dtype, steps=3):
@@ -521,7 +536,7 @@ def test_loading_over_a_used_optimizer_forgets_its_moments():
 def test_restart_forgets_moments_and_keeps_weights():
     optimizer = trained(torch.float32)
     before = optimizer.params["p"].detach().clone()
-    optimizer.restart(0.5)
+    optimizer.restart(0.5, 0.1)
     assert torch.equal(optimizer.params["p"], before) and optimizer.lr == 0.5
     optimizer.warmup, optimizer.adam.param_groups[0]["weight_decay"] = 1, 0.0
     optimizer.params["p"].grad = torch.tensor([1e-3, -1e-3])

@@ -13,7 +13,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, main_here, random_prompts, rows_of
+from conftest import ROOT, main_here, random_prompts, rows_of, starts_from_the_policy, warmed_up
 
 import common
 import slea_rl
@@ -310,7 +310,7 @@ def test_evaluator_learns_which_step_matters_and_beats_the_constant(tiny):
     kept, held = ([s for i, s in enumerate(steps) if (i % 5 == 4) == side] for side in (False, True))
     for credit in ("difference", "counterfactual", "inverse"):
         evaluator = evaluator_of(tiny, credit=credit, evaluator_lr=3e-3)
-        for chunk in slea_rl.minibatches(kept, 32, 12, "test"):
+        for chunk in common.minibatches(kept, 32, 12, "test"):
             evaluator.update(chunk, 0.0)
         error, constant = evaluator.errors(held, kept)
         assert constant == pytest.approx(1.0, abs=0.05) and error < 0.7 * constant  # places 0 and 1 cannot know
@@ -455,13 +455,14 @@ def turn_of(m, reward=0.0, credits=None, values=None, **more):
 
 
 def test_fill_advantages_puts_credit_on_thoughts_and_reward_on_actions():
-    args = Args(gamma=0.5, gae_lambda=1.0, adv_clip=10.0)
+    args = Args(gamma=0.5, gae_lambda=1.0, adv_clip=10.0, neg_scale=0.25)
     episode = [turn_of(3, -0.1, [0.3, 0.2, 99.0]), turn_of(1, 1.0, [99.0], terminated=True)]
     raw = fill_advantages(episode, args)  # V = 0, λ = 1: the discounted sums to come
     assert raw == pytest.approx([0.3 + 0.2 - 0.1 + 0.5, 0.2 - 0.1 + 0.5, -0.1 + 0.5, 1.0])
     assert episode[0].targets + episode[1].targets == pytest.approx(raw.tolist())
     flat = np.array(episode[0].advantages + episode[1].advantages)
-    assert flat == pytest.approx((raw - raw.mean()) / raw.std())
+    z = (raw - raw.mean()) / raw.std()
+    assert (z < 0).any() and flat == pytest.approx(np.where(z < 0, 0.25 * z, z))
     with_values = [turn_of(1, 1.0, values=[0.25], truncated=True, final_value=2.0)]
     assert fill_advantages(with_values, args) == pytest.approx([1 + 0.5 * 2 - 0.25])  # cut off: bootstraps
     assert with_values[0].targets == pytest.approx([2.0]) and with_values[0].advantages == [0.0]  # zero variance
@@ -490,8 +491,7 @@ def test_one_micro_step_a_turn_is_ordinary_gae():
 
 def prepared(lm, args, texts=(THINK, "go", "<think>1. see light</think> stop"), seed=0):
     steps = answered(lm, list(texts), random_prompts((9, 4, 13), seed=seed)[: len(texts)])
-    slea_rl.fill_logprobs(lm, steps, "policy", "logp", args)
-    slea_rl.fill_logprobs(lm, steps, "ref", "ref_logp", args)
+    common.fill_logprobs(slea_rl.token_logprobs, lm, steps, args, logp="policy", ref_logp="ref")
     for step in steps:
         step.version, step.terminated = 1, True
         step.advantages, step.credits = [0.0] * len(step.ends), [0.0] * len(step.ends)
@@ -536,19 +536,14 @@ def test_the_critic_learns_its_targets_and_nothing_else_moves(fresh):
     assert any(not torch.equal(v, before["value"][k]) for k, v in fresh.params("value").items())
 
 
+def test_the_critic_starts_from_the_cloned_policy(tmp_path, keep_sigint):
+    learner = warmed_up(slea_rl, tmp_path)
+    assert starts_from_the_policy(learner.lm, "value", learner.scorer.optimizer)
+
+
 def test_per_token_by_hand():
     step = Step([1], torch.zeros(0), [5, 6, 7, 8, 9], ends=[2, 3, 5])
     assert slea_rl.per_token(step, [0.5, -1.0, 2.0]).tolist() == [0.5, 0.5, -1.0, 2.0, 2.0]
-
-
-def test_minibatches_cover_the_passes():
-    steps = list(range(10))
-    chunks = list(slea_rl.minibatches(steps, 4, 2.5, "key"))
-    flat = [x for c in chunks for x in c]
-    assert [len(c) for c in chunks] == [4, 4, 4, 4, 4, 4, 1]
-    assert sorted(flat[:10]) == steps and sorted(flat[10:20]) == steps and len(set(flat[20:])) == 5
-    assert list(slea_rl.minibatches(steps, 4, 2.5, "key")) == chunks
-    assert len(list(slea_rl.minibatches(steps, 4, 0.0, "key"))) == 1
 
 
 def policy_logp(lm, steps, args):

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, main_here, random_prompts, rows_of, tensors_of
+from conftest import ROOT, main_here, random_prompts, rows_of, starts_from_the_policy, tensors_of, warmed_up
 
 import common
 import stepopsd
@@ -184,8 +184,7 @@ def test_combine_by_hand():
     spread = np.abs(z[0] - z[1]) / 2
     for merge, merged in (("mean", z.mean(0)), ("min", z.min(0))):
         model = model_of(rm_combine=merge, kappa=2.0, reward_clip=0.6)
-        model.measure(raw)
-        got, got_spread = model.combine(raw)
+        got, got_spread = model.combine(raw, measure=True)
         assert got_spread == pytest.approx(spread, abs=1e-5)
         assert got == pytest.approx(np.clip(merged / (1 + 2 * spread), -0.6, 0.6), abs=1e-5)
     assert abs(got).max() == pytest.approx(0.6)  # something was clipped
@@ -195,22 +194,18 @@ def test_normalisation_has_no_mean_unit_std_and_forgets_a_members_offset_and_sca
     rng = np.random.default_rng(0)
     raw = rng.normal(size=(2, 400))
     model = model_of(kappa=0.0, reward_clip=100.0, rm_combine="mean")
-    model.measure(raw[:1].repeat(2, 0))
-    r, _ = model.combine(raw[:1].repeat(2, 0))
+    r, _ = model.combine(raw[:1].repeat(2, 0), measure=True)
     assert r.mean() == pytest.approx(0, abs=1e-9) and r.std() == pytest.approx(1)
-    model.measure(raw)
-    r, spread = model.combine(raw)
+    r, spread = model.combine(raw, measure=True)
     shifted = raw * [[5.0], [0.1]] + [[100.0], [-3.0]]
-    model.measure(shifted)
-    again, again_spread = model.combine(shifted)
+    again, again_spread = model.combine(shifted, measure=True)
     assert again == pytest.approx(r) and again_spread == pytest.approx(spread)
 
 
 def test_a_constant_model_gives_zero_reward():
     model = model_of()
     raw = np.full((2, 5), 3.3)
-    model.measure(raw)
-    reward, spread = model.combine(raw)
+    reward, spread = model.combine(raw, measure=True)
     assert not reward.any() and not spread.any()
 
 
@@ -265,12 +260,11 @@ def test_fit_is_repeatable_and_members_differ():
 
 def test_augmentation_adds_reworded_copies():
     rows = [labelled([(f"Goal: x\nPage: Goal: y {i}\nAction:", "up")], turns("b"), 1) for i in range(200)]
-    model = model_of(augment=0.25)
-    more = model.augmented(rows)
-    assert more[:200] == rows and 25 < len(more) - 200 < 75 and model.augmented(rows) == more
+    more = common.augmented(rows, 0.25)
+    assert more[:200] == rows and 25 < len(more) - 200 < 75 and common.augmented(rows, 0.25) == more
     assert more[200]["a"][0][0].startswith("Task: x\nNow at: Goal: y") and more[200]["a"][0][0].endswith("Next action:")
     assert more[200]["a"][0][1] == "up" and more[200]["y"] == 1
-    assert model_of(augment=0.0).augmented(rows) == rows
+    assert common.augmented(rows, 0.0) == rows
 
 
 # ---------------------------------------------------------------------------------------------------- embeddings
@@ -340,11 +334,11 @@ def test_embeddings_are_standardised_once_kept_and_saved(tiny):
 def test_rule_label_by_hand():
     judge = lambda s: min(1.0, sum(a == "good" for _, a in s) / 4)  # noqa: E731
     a, b = turns("bad", "good", "bad"), turns("good", "good", "bad")
-    assert stepopsd.rule_label(judge, a, b, 0.05) == (0.0, 0)
-    assert stepopsd.rule_label(judge, b, a, 0.05) == (1.0, 0)
-    assert stepopsd.rule_label(judge, a, turns("bad", "bad", "bad"), 0.05) == (1.0, 1)
-    assert stepopsd.rule_label(judge, a, turns("good"), 0.05) == (0.5, None)
-    assert stepopsd.rule_label(judge, b, a, 0.3) == (0.5, None)  # within the margin
+    assert common.rule_label(judge, a, b, 0.05) == (0.0, 0)
+    assert common.rule_label(judge, b, a, 0.05) == (1.0, 0)
+    assert common.rule_label(judge, a, turns("bad", "bad", "bad"), 0.05) == (1.0, 1)
+    assert common.rule_label(judge, a, turns("good"), 0.05) == (0.5, None)
+    assert common.rule_label(judge, b, a, 0.3) == (0.5, None)  # within the margin
 
 
 def teacher_of(p, turn=None):
@@ -423,7 +417,7 @@ def test_segment_text_repeats_no_old_line():
 
 
 def test_local_teacher_is_a_probability_and_leaves_the_adapter_alone(tiny):
-    ask = common.teacher(tiny, SimpleNamespace(teacher="local"))
+    ask = common._local_teacher(tiny)
     with tiny.adapter("policy"):
         one = ask(A, B, 0)
         assert tiny._active == "policy"
@@ -520,7 +514,7 @@ def test_useless_to_ask_again(no_pause, status):
 
 def url_teacher(server):
     args = SimpleNamespace(teacher="url", teacher_url=server.url, teacher_model="m", teacher_timeout=5)
-    return common.teacher(None, args)
+    return common._url_teacher(args)
 
 
 def test_an_endpoint_that_always_prefers_the_first_place_gives_ties(no_pause):
@@ -615,8 +609,13 @@ def test_cleaning_drops_contradictions_and_cycles():
 def test_held_out_pairs_do_not_depend_on_the_order():
     rows = [labelled(turns(f"a{i}"), turns(f"b{i}"), 1) for i in range(300)]
     swapped = [labelled(r["b"], r["a"], 0) for r in rows]
-    held = [stepopsd.held_out(r) for r in rows]
-    assert held == [stepopsd.held_out(r) for r in swapped] and 35 < sum(held) < 85
+    held = [common.chosen(r, 0.2, "held out") for r in rows]
+    assert held == [common.chosen(r, 0.2, "held out") for r in swapped] and 35 < sum(held) < 85
+    store = SimpleNamespace(rows=rows + [labelled(turns("a"), turns("b"), 0.5)])
+    train, out, fresh, logs = common.PreferenceStore.usable(store, 1000, since=299)
+    assert len(train) + len(out) == 301
+    assert [r for r in rows if r in out] == [r for r, h in zip(rows, held, strict=True) if h]
+    assert fresh == store.rows[299:] and logs["pref/tie_frac"] == 0.5 and logs["pref/labels"] == 301
 
 
 def typed(monkeypatch, text):
@@ -653,7 +652,7 @@ def stub_learner(tmp_path, **options):
     args = Args(**{"labeler": "human"} | options)
     stop = type("Stop", (), {"asked": False, "__bool__": lambda self: self.asked})()
     return SimpleNamespace(args=args, stop=stop, p=Progress(), store=common.PreferenceStore(tmp_path / "p.jsonl"),
-                           judge=None, ask=None, replay=SimpleNamespace(steps=[]), value=None)  # fmt: skip
+                           ask=common.human_label, replay=SimpleNamespace(steps=[]))  # fmt: skip
 
 
 def segment(*actions, obs="s", **more):
@@ -683,7 +682,7 @@ def test_failed_answers_are_counted_and_not_stored(tmp_path):
         names = first[0][1], second[0][1]
         return None if "a1" in names else (float(names[0] == "a0"), None)
 
-    learner.ask = ask
+    learner.ask = lambda a, b: common.teacher_label(ask, a, b, 1, 0.05)
     pairs = [(segment(f"a{i}"), segment(f"b{i}")) for i in range(2)] + [(segment("c"), segment("c"))]
     assert stepopsd.label_pairs(learner, pairs, 7) == 1
     assert [(r["y"], r["iteration"]) for r in learner.store.rows] == [(1.0, 7)]  # equal segments are not asked about
@@ -737,8 +736,7 @@ def ring_learner(steps, trained=True, **options):
     args = Args(**options)
     reward = SimpleNamespace(optimizer=SimpleNamespace(steps=int(trained)))
     reward.raw = lambda episodes: (np.array([[0.0, 2.0, 4.0]]), np.array([0.2, 0.3, 0.5]))
-    reward.measure = lambda raw: setattr(reward, "measured", raw)
-    reward.combine = lambda raw: (np.array([-0.5, 0.0, 1.0]), np.array([0.1, 0.2, 0.3]))
+    reward.combine = lambda raw, measure: (np.array([-0.5, 0.0, 1.0]), np.array([0.1, 0.2, 0.3])) if measure else None
     return SimpleNamespace(args=args, p=Progress(), reward=reward, replay=SimpleNamespace(steps=steps))
 
 
@@ -749,7 +747,7 @@ def test_relabel_by_hand():
     learner = ring_learner(steps, lam=0.4, curiosity=0.6)
     learner.p.visits = {common.text_key("e0"): 4, common.text_key("e1"): 9}
     spread = stepopsd.relabel(learner)
-    assert spread.tolist() == [0.1, 0.2, 0.3] and learner.reward.measured is not None
+    assert spread.tolist() == [0.1, 0.2, 0.3]
     bonus = [0.3, 0.2, 0.6]  # a state not counted yet has been seen once
     want = [0.4 * -0.5 + 0.6 * -0.02 + bonus[0], 0.6 * 0.0 + bonus[1] - 0.5, 0.4 * 1.0 + 0.6 * 1.0 + bonus[2] - 0.3]
     assert [s.reward for s in steps] == pytest.approx(want)
@@ -779,12 +777,6 @@ def test_the_reward_model_cannot_buy_off_a_violation():
         assert one[1].reward - two[1].reward == pytest.approx(0.8)
 
 
-def test_visits_are_counted_by_text():
-    visits = {}
-    stepopsd.count_visits(visits, segment("x", "y") + segment("z"))
-    assert visits == {common.text_key("s0"): 2, common.text_key("s1"): 1}
-
-
 def test_hacking_alarm():
     def ring(rewards, successes):
         out = []
@@ -803,11 +795,17 @@ def test_hacking_alarm():
     assert not common.hacking_alarm([e for e in ring((0.0, 0.4), (0.8, 0.4)) if e[0].version == 2], 2)
 
 
+def test_every_fifth_episode_is_held_out():
+    parts = [episode(1 + i % 2, f"e{i}") for i in range(11)]
+    kept, held = common.hold_out([s for e in parts for s in e])
+    assert held == parts[4] + parts[9] and kept == [s for i, e in enumerate(parts) if i not in (4, 9) for s in e]
+
+
 def test_split_episodes_is_the_inverse_of_laying_end_to_end():
     two = episode(3, "b")
     two[-1].terminated, two[-1].truncated = False, True
     parts = [episode(2, "a"), two, episode(1, "c")]
-    assert stepopsd.split_episodes([s for e in parts for s in e]) == parts and stepopsd.split_episodes([]) == []
+    assert common.split_episodes([s for e in parts for s in e]) == parts and common.split_episodes([]) == []
 
 
 # ----------------------------------------------------------------------------------------------------- value model
@@ -819,11 +817,10 @@ def test_value_model_reads_v_and_success_and_pads_nothing(tiny):
     torch.nn.init.normal_(value.head.weight)
     prompts = random_prompts((7, 1, 23, 12))
     steps = [Step(p, h) for p, h in zip(prompts, tiny.trunk(prompts), strict=True)]
-    together, success = value.score(steps), value.success(steps)
+    together = value.predict(steps)
     for i, step in enumerate(steps):
-        assert value.score([step])[0] == pytest.approx(together[i], abs=1e-4)
-        assert value.success([step])[0] == pytest.approx(success[i], abs=1e-4)
-    assert ((success > 0) & (success < 1)).all() and np.ptp(together) > 0.1
+        assert value.predict([step])[0] == pytest.approx(together[i], abs=1e-4)
+    assert together.shape == (4, 2) and (np.ptp(together, axis=0) > 0.1).all()
 
 
 def test_value_update_moves_only_the_value_adapter_and_learns():
@@ -833,28 +830,35 @@ def test_value_update_moves_only_the_value_adapter_and_learns():
     steps = [Step(p, h, ret=r, success=r > 0) for p, h, r in zip(prompts, lm.trunk(prompts), goals, strict=True)]
     before = {k: p.clone() for k, p in lm.peft.named_parameters()}
     value = stepopsd.ValueModel(lm, Args(value_lr=1e-2, labeler="model"))
-    assert not value.score(steps).any() and (value.success(steps) == 0.5).all()
+    assert not value.predict(steps).any()
     for _ in range(60):
         assert value.update(steps, 0.0) > 0
-    assert value.score(steps) == pytest.approx(goals, abs=0.3)
-    assert [p > 0.5 for p in value.success(steps)] == [True, False, True, True]
+    values, logits = value.predict(steps).T
+    assert values == pytest.approx(goals, abs=0.3) and [x > 0 for x in logits] == [True, False, True, True]
     moved = {k for k, p in lm.peft.named_parameters() if not torch.equal(p, before[k])}
     assert moved and all(".value." in k for k in moved)
+
+
+def test_the_value_starts_from_the_cloned_policy(tmp_path, keep_sigint):
+    learner = warmed_up(stepopsd, tmp_path)
+    assert starts_from_the_policy(learner.lm, "value", learner.value.optimizer)
 
 
 def test_outlook_is_the_state_after_the_step():
     steps = episode(3, "a", success=True) + episode(2, "b")
     steps[-1].terminated, steps[-1].truncated, steps[-1].final_state = False, True, [9]
-    value = SimpleNamespace(success=lambda xs: np.array([0.9 if x.state == [9] else int(x.obs[1]) / 10 for x in xs]))
-    stepopsd.fill_outlook(value, steps)
-    assert [s.outlook for s in steps] == [0.1, 0.2, 1.0, 0.1, 0.9]
+    logit = lambda p: math.log(p / (1 - p))  # noqa: E731
+    row = lambda x: (7.0, logit(0.9)) if x.state == [9] else (int(x.obs[1]), logit((int(x.obs[1]) + 1) / 10))  # noqa: E731
+    stepopsd.fill_values(SimpleNamespace(predict=lambda xs: np.array([row(x) for x in xs]).reshape(-1, 2)), steps)
+    assert [s.outlook for s in steps] == pytest.approx([0.2, 0.3, 1.0, 0.2, 0.9])
+    assert [s.value for s in steps] == [0, 1, 2, 0, 1] and [s.final_value for s in steps] == [0, 0, 0, 0, 7]
 
 
 def test_model_labels_compare_the_ends(tmp_path):
     learner = stub_learner(tmp_path, labeler="model", tie_margin=0.1)
     a, b, c = (segment("x", obs=o) for o in "abc")
     a[-1].outlook, b[-1].outlook, c[-1].outlook = 0.8, 0.3, 0.75
-    learner.value = SimpleNamespace(success=lambda xs: np.zeros(len(xs)))
+    learner.value = SimpleNamespace(predict=lambda xs: np.zeros((len(xs), 2)))
     stepopsd.label_pairs(learner, [(a, b), (b, c), (a, c)], 1)
     assert [r["y"] for r in learner.store.rows] == [1.0, 0.0, 0.5]
 
@@ -891,8 +895,8 @@ class Strict:
 def played(tiny, monkeypatch, env):
     monkeypatch.setattr(stepopsd, "make_env", lambda name, seed=0, split="train": env(name, seed, split))
     args = Args(env="strict", num_envs=2)
-    result = stepopsd.rollout(tiny, args, "train", range(3), temperature=1.0, key=("t",), version=4, trace=True)
-    stepopsd.annotate(*result)
+    result = stepopsd.rollout(tiny, args, "train", range(3), temperature=1.0, key=("t",), version=4)
+    common.annotate(result[0], result[2])
     return result
 
 
@@ -965,16 +969,16 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(name, capfd, tmp_path, monkey
 def test_a_teacher_url_alone_means_that_teacher():
     argv = [*TINY, *"--labeler llm --teacher_url http://localhost:1/v1 --teacher_model m".split()]
     args = common.parse_args(Args, argv)
-    common.check_labeler(args, resumed=False)
+    common.check_labeler(args, SimpleNamespace(judge=None), resumed=False)
     assert args.teacher == "url"
     args = common.parse_args(Args, [*argv, "--teacher", "local"])
-    common.check_labeler(args, resumed=False)
+    common.check_labeler(args, SimpleNamespace(judge=None), resumed=False)
     assert args.teacher == "local"
 
 
 def test_preferences_inside_a_folder_to_be_replaced_are_refused(capfd, tmp_path, keep_sigint):
     run = tmp_path / "run"
-    stepopsd.set_up([*SMALL, "--out", str(run)])
+    stepopsd.Learner([*SMALL, "--out", str(run)])
     common.PreferenceStore(run / "preferences.jsonl").add(A, B, 1.0, None)
     argv = [*SMALL, "--out", str(run), "--overwrite", "--preferences", str(run / "preferences.jsonl")]
     code, _, err = main_here(stepopsd, argv, capfd)
@@ -1018,7 +1022,7 @@ def warmed(tmp_path_factory):
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(stepopsd, "annotate", dies)
+        patch.setattr(common, "annotate", dies)
         stepopsd.main([*SMALL, "--out", str(folder)])
     signal.signal(signal.SIGINT, before)
     return folder
@@ -1065,6 +1069,7 @@ def test_a_run_leaves_everything(finished):
     assert len(updates) >= 2 and all(r["policy/first_ratio_dev"] < 1e-3 for r in updates)
     assert ["pref/labels" in r for r in updates[:3]] == [True, False, True][: len(updates)]  # --rm_every 2
     assert all(sum(r["reward/hist"]) > 0 for r in updates)
+    assert ["value/mse_val" in r for r in updates[:2]] == [True, False]  # the value was fitted before the first update
     report = (finished / "report.md").read_text()
     assert "Spot check" in report and "**Highest" in report and "**Lowest" in report and "| uniform |" in report
     table = json.loads((finished / "decompositions.json").read_text())
@@ -1113,7 +1118,7 @@ def test_a_run_killed_in_its_last_test_ends_the_same(finished, going_on, capfd, 
 def test_labels_newer_than_the_checkpoint_are_used_again(finished, going_on, capfd, keep_sigint, monkeypatch):
     """Stopped inside the labelling of iteration 1: the labels given are kept, the others asked, the end is the same."""
     stop_after, asked = 5, []
-    original = stepopsd.rule_label
+    original = common.rule_label
 
     def dies(*args):
         asked.append(1)
@@ -1121,7 +1126,7 @@ def test_labels_newer_than_the_checkpoint_are_used_again(finished, going_on, cap
             raise KeyboardInterrupt
         return original(*args)
 
-    monkeypatch.setattr(stepopsd, "rule_label", dies)
+    monkeypatch.setattr(common, "rule_label", dies)
     code, _, _ = main_here(stepopsd, ["--resume", str(going_on)], capfd)
     assert code == 130 and len(common.read_jsonl(going_on / "preferences.jsonl")) == stop_after
     asked.clear()

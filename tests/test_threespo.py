@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,9 +23,11 @@ from conftest import (
     randomise,
     reference_logprobs,
     rows_of,
+    starts_from_the_policy,
     steady,
     tensors_of,
     top_rows,
+    warmed_up,
 )
 
 import common
@@ -111,7 +114,8 @@ def test_right_padding_and_order_change_no_logprob(tiny):
 def test_fill_logprobs_gives_each_step_its_own(tiny):
     steps = sampled_steps(tiny)
     for budget in (16, 4096):
-        threespo.fill_logprobs(tiny, steps, "ref", "ref_logp", Args(micro_tokens=budget, temperature=0.7))
+        args = Args(micro_tokens=budget, temperature=0.7)
+        common.fill_logprobs(threespo.token_logprobs, tiny, steps, args, ref_logp="ref")
         with tiny.adapter("ref"), torch.no_grad():
             for step in steps:
                 expected = threespo.token_logprobs(tiny, [step], 0.7)[0]
@@ -316,8 +320,7 @@ def exact_kl(lm, steps):
 
 def prepared(lm, args, **options):
     steps = sampled_steps(lm, **options)
-    threespo.fill_logprobs(lm, steps, "policy", "logp", args)
-    threespo.fill_logprobs(lm, steps, "ref", "ref_logp", args)
+    common.fill_logprobs(threespo.token_logprobs, lm, steps, args, logp="policy", ref_logp="ref")
     replay = Replay(args)
     replay.add(steps)
     return steps, replay
@@ -549,7 +552,7 @@ def test_score_learns_and_generalises(score_loss):
     ]
     assert losses[-1] < losses[0]
     threespo.fill_values(model, held)
-    mse, constant = threespo.score_error(model, held, 0.2)  # 0.2 = the mean return
+    mse, constant = common.score_error(held, 0.2, model.to_score)  # 0.2 = the mean return
     assert constant == pytest.approx(0.36) and mse < 0.1, mse
     assert common.spearman([s.value for s in held], [s.ret for s in held]) > 0.8
     moved = {k for k, v in weights_of(lm).items() if not torch.equal(v, before[k])}
@@ -770,7 +773,7 @@ def play(lm, monkeypatch, env, tasks=range(8), num_envs=3, **options):
 
 
 def test_rollout_plays_every_task_once_and_in_order(tiny, monkeypatch):
-    episodes, stats, traces = play(tiny, monkeypatch, Fake, trace=True)
+    episodes, stats, traces = play(tiny, monkeypatch, Fake)
     assert [t["task"] for t in traces] == list(range(8))
     assert [len(e) for e in episodes] == [t % 3 + 1 for t in range(8)]
     for task, episode in enumerate(episodes):
@@ -805,7 +808,7 @@ def test_success_is_read_from_info_only(tiny, monkeypatch):
             wins = self.task == 3
             return self.observe(), (-1.0 if wins else 1.0), True, False, self.info(success=wins)
 
-    _, stats, traces = play(tiny, monkeypatch, Odd, trace=True)
+    _, stats, traces = play(tiny, monkeypatch, Odd)
     assert stats["success"] == 1 and [t["success"] for t in traces] == [i == 3 for i in range(8)]
 
 
@@ -816,7 +819,7 @@ def test_environment_errors_drop_the_episode_and_are_counted(tiny, monkeypatch, 
                 raise ConnectionError("page is gone")
             return super().step(text)
 
-    episodes, stats, traces = play(tiny, monkeypatch, Sometimes, trace=True)
+    episodes, stats, traces = play(tiny, monkeypatch, Sometimes)
     assert [t["task"] for t in traces] == [0, 1, 3, 4, 6, 7] and stats["env_errors"] == 2 and stats["episodes"] == 6
     assert [len(e) for e in episodes] == [1, 2, 1, 2, 1, 2]
     assert "page is gone" in capsys.readouterr().err
@@ -859,7 +862,7 @@ def test_an_environment_that_raises_on_reset_is_dropped_too(tiny, monkeypatch):
                 raise ConnectionError("no page")
             return super().reset(seed)
 
-    episodes, stats, traces = play(tiny, monkeypatch, BadReset, tasks=range(4), trace=True)
+    episodes, stats, traces = play(tiny, monkeypatch, BadReset, tasks=range(4))
     assert [t["task"] for t in traces] == [0, 1, 3] and stats["env_errors"] == 1
 
 
@@ -873,7 +876,7 @@ def test_empty_observations(tiny, monkeypatch, num_envs):
     assert stats["episodes"] == 6
     steps = [s for e in episodes for s in e]
     assert all(len(s.trunk) == len(s.state) + len(s.action) - 1 for s in steps)
-    threespo.fill_logprobs(tiny, steps, "policy", "logp", Args(temperature=1.0))
+    common.fill_logprobs(threespo.token_logprobs, tiny, steps, Args(temperature=1.0), logp="policy")
     for step in steps:
         torch.testing.assert_close(step.logp, step.sampler_logp, atol=1e-3, rtol=1e-3)
 
@@ -967,7 +970,7 @@ def test_evaluation_does_not_change_training(tiny, monkeypatch):
     draw = lambda: [s.action for e in play(tiny, monkeypatch, Fake)[0] for s in e]  # noqa: E731
     first = draw()
     args = Args(env="fake", num_envs=3)
-    result, _ = threespo.evaluate(tiny, args, "val", 5)
+    result, _, _ = threespo.evaluate(tiny, args, "val", 5)
     assert draw() == first
     torch.manual_seed(99)
     np.random.seed(99)
@@ -1003,13 +1006,13 @@ def test_evaluate_by_hand(tiny, monkeypatch):
             )
 
     monkeypatch.setattr(threespo, "make_env", lambda name, seed=0, split="train", **kw: Known(name, seed, split))
-    result, traces = threespo.evaluate(tiny, Args(num_envs=2), "test", 4)
+    result, runs, traces = threespo.evaluate(tiny, Args(num_envs=2), "test", 4)
     assert result["success"] == 0.75 and result["episodes"] == 4
     assert result["ci95"] == pytest.approx([0.301, 0.954], abs=1e-3)  # Wilson, 3 of 4
     assert result["mean_steps"] == 2.5 and result["ep_len"] == pytest.approx((1 + 3 + 4) / 3)
     assert result["mean_return"] == pytest.approx(1 - 0.25 * 1.5)
     assert result["invalid_rate"] == pytest.approx(0.3)  # the second of 1 + 2 + 3 + 4 steps, in three episodes
-    assert len(traces) == 4 and len(traces[3]["steps"]) == 4
+    assert len(traces) == 4 and len(traces[3]["steps"]) == len(runs[3]) == 4
 
 
 def test_a_dropped_evaluation_episode_is_a_failure(tiny, monkeypatch):
@@ -1028,8 +1031,13 @@ def test_a_dropped_evaluation_episode_is_a_failure(tiny, monkeypatch):
 
 def test_evaluation_scores_are_in_the_trace(tiny, monkeypatch):
     monkeypatch.setattr(threespo, "make_env", lambda name, seed=0, split="train", **kw: Fake(name, seed, split))
-    scorer = with_random_head(ScoreModel(tiny, (0.0, 2.0), Args()))
-    _, traces = threespo.evaluate(tiny, Args(gamma=0.5), "test", 3, scorer)
+    args, kept = Args(gamma=0.5, eval_episodes=3), []
+    scorer = with_random_head(ScoreModel(tiny, (0.0, 2.0), args))
+    learner = SimpleNamespace(lm=tiny, args=args, scorer=scorer, record_test=lambda *more: kept.append(more))
+    threespo.test(learner, "warmup")
+    threespo.test(learner, "3spo")
+    (_, _, without), (stage, result, traces) = kept
+    assert stage == "3spo" and result["episodes"] == 3 and "score" not in without[2]["steps"][1]  # not learned yet
     row = traces[2]["steps"][1]
     state = tiny.encode("task 2 step 1")
     assert row["score"] == pytest.approx(float(scorer.score(states_of(tiny, [state]))[0]), abs=1e-4)
@@ -1153,7 +1161,7 @@ def test_resume_of_a_folder_that_is_no_run(capfd, tmp_path, monkeypatch, keep_si
 
 def test_a_damaged_only_checkpoint_is_one_line(capfd, tmp_path, keep_sigint):
     run = tmp_path / "run"
-    threespo.set_up([*SMALL, "--out", str(run)])
+    threespo.Learner([*SMALL, "--out", str(run)])
     (run / "checkpoints" / "last").mkdir(parents=True)
     (run / "checkpoints" / "last" / "state.json").write_text("{}")
     (run / "checkpoints" / "last" / "tensors.safetensors").write_bytes(b"")
@@ -1164,10 +1172,10 @@ def test_a_damaged_only_checkpoint_is_one_line(capfd, tmp_path, keep_sigint):
 def test_killed_during_the_very_first_save(tmp_path, keep_sigint):
     """Only a torn last.new is there: the run starts again from the beginning instead of refusing."""
     run = tmp_path / "run"
-    threespo.set_up([*SMALL, "--out", str(run)])
+    threespo.Learner([*SMALL, "--out", str(run)])
     (run / "checkpoints" / "last.new").mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"env_steps": 0}\n')
-    learner = threespo.set_up(["--resume", str(run)])
+    learner = threespo.Learner(["--resume", str(run)])
     assert learner.p.stage == "warmup" and learner.p.iteration == 0
     assert (run / "metrics.jsonl").read_text() == ""
 
@@ -1421,9 +1429,9 @@ def test_evaluating_less_often_trains_the_same(finished, tmp_path, capfd, keep_s
     with pytest.MonkeyPatch.context() as patch:
         original = threespo.Learner.log
 
-        def log(self, row):
+        def log(self, row, *clock):
             monitor.append(steady(row))
-            original(self, row)
+            original(self, row, *clock)
             if "policy/pg_loss" in row:
                 self.stop.asked = True
 
@@ -1527,7 +1535,7 @@ def test_bc_and_the_prompt_scorer(tmp_path, capfd, keep_sigint):
 
 
 def test_rollback_restores_the_best_weights_and_halves_the_rate(tmp_path, keep_sigint):
-    learner = threespo.set_up([*SMALL, "--out", str(tmp_path / "run")])
+    learner = threespo.Learner([*SMALL, "--out", str(tmp_path / "run")])
     learner.replay.add(prepared(learner.lm, learner.args)[0])
     learner.p.best, learner.p.below = 0.8, 0
     learner.save("best")
@@ -1568,7 +1576,8 @@ class TestSmolLM2:
         with lm.adapter("policy"):
             outs = lm.generate(prompts, 6, 1.0, torch_rng_for("cpu", "bf16"))
         steps = [Step(p, o["trunk"], o["ids"]) for p, o in zip(prompts, outs, strict=True)]
-        threespo.fill_logprobs(lm, steps, "policy", "logp", Args(micro_tokens=4096, temperature=1.0))
+        args = Args(micro_tokens=4096, temperature=1.0)
+        common.fill_logprobs(threespo.token_logprobs, lm, steps, args, logp="policy")
         with lm.adapter("policy"), torch.no_grad():
             for size in (2, 5):  # a single row takes another kernel: 0.021 measured
                 now = [threespo.token_logprobs(lm, steps[i : i + size], 1.0)[0] for i in range(0, 12, size)]
@@ -1621,11 +1630,5 @@ def test_negative_advantages_are_scaled_down_after_the_clip():
 
 
 def test_the_score_starts_from_the_cloned_policy(tmp_path, keep_sigint):
-    learner = threespo.set_up([*SMALL, "--out", str(tmp_path / "run")])
-    threespo.warm_up(learner)
-    score = learner.lm.params("score")
-    for key, weight in learner.lm.params("policy").items():
-        other = score[key.replace(".policy.", ".score.")]
-        assert torch.equal(weight, other)
-    masters = learner.scorer.optimizer.master  # the next update starts from these weights, not from the old ones
-    assert all(torch.equal(masters[k], p.float()) for k, p in score.items())
+    learner = warmed_up(threespo, tmp_path)
+    assert starts_from_the_policy(learner.lm, "score", learner.scorer.optimizer)

@@ -130,8 +130,8 @@ LIMITS = {  # (lowest, highest) value of a flag a run can use
                    "minibatch warmup_minibatch score_minibatch pairs rm_minibatch rm_every rm_memory "
                    "value_minibatch critic_minibatch",
     (0, math.inf): "target_kl score_episodes random_episodes score_epochs score_passes policy_passes kl_coef ent_coef "
-                   "score_entropy value_passes value_warmup rm_passes rm_decay smoothness turn_coef kappa curiosity "
-                   "evaluator_passes critic_passes critic_iters imitation",
+                   "score_entropy head_l2 value_l2 value_passes value_warmup rm_passes rm_decay smoothness turn_coef "
+                   "kappa curiosity evaluator_passes critic_passes critic_iters imitation",
     (0, 1): "gamma gae_lambda policy_lr score_lr warmup_lr demo_noise priority_alpha priority_beta rollback_drop "
             "value_lr rm_lr pos_frac augment lam critic_lr evaluator_lr imitation_quantile neg_scale",
     (0, 0.5): "tie_margin", (0, 0.9): "rm_dropout", (1, 32): "rm_ensemble votes", (0.01, 3600): "teacher_timeout",
@@ -791,9 +791,9 @@ def token_batches(lengths, budget: int) -> list[list[int]]:
 
 
 def minibatches(items: list, size: int, passes: float, *key):
-    """Shuffled passes over the items (the last one in part; one item at least), cut into minibatches of `size`."""
-    rng, count = rng_for(*key), max(1, round(passes * len(items)))
-    order = np.concatenate([rng.permutation(len(items)) for _ in range(-(-count // len(items)))])[:count]
+    """Shuffled passes over the items (the last one in part; one item at least; 0: none) in minibatches of `size`."""
+    rng, count = rng_for(*key), max(1, round(passes * len(items))) if passes else 0
+    order = [i for _ in range(-(-count // len(items))) for i in rng.permutation(len(items))][:count]
     for first in range(0, count, size):
         yield [items[i] for i in order[first : first + size]]
 
@@ -817,6 +817,26 @@ def fill_logprobs(token_logprobs, lm: LM, steps, args, **adapters: str):
                 log_probs, _ = token_logprobs(lm, batch, args.temperature)
                 for step, values in zip(batch, log_probs.cpu().split([len(s.action) for s in batch]), strict=True):
                     setattr(step, name, values)
+
+
+def last_hidden(lm: LM, trunks) -> torch.Tensor:
+    """Final hidden state at the last real token of each of B sequences, trunks (T_i, D) -> (B, D)."""
+    hidden, starts = lm.top(trunks)  # (sum T_i, D), (B,)
+    return hidden[torch.as_tensor(starts + [len(h) - 1 for h in trunks], device=hidden.device)]
+
+
+def stored_features(lm: LM, adapter: str, steps, updates: int, micro_tokens: int) -> torch.Tensor:
+    """What a head reads at the steps' states (B, D), the last hidden state under `adapter`; kept in the steps.
+
+    `updates`: how often the adapter was updated; features of another count are computed anew.
+    """
+    missing = [s for s in steps if s.feature_at != updates]
+    with lm.adapter(adapter), torch.no_grad():
+        for rows in token_batches([len(s.state) for s in missing], micro_tokens):
+            features = last_hidden(lm, [missing[i].state_trunk for i in rows]).float().cpu()  # (b, D)
+            for i, feature in zip(rows, features, strict=True):
+                missing[i].feature, missing[i].feature_at = feature.clone(), updates
+    return torch.stack([s.feature for s in steps]).to(lm.device) if steps else torch.zeros(0, lm.hidden_size)
 
 
 def demonstrated(lm: LM, prompts, texts):
@@ -1233,6 +1253,16 @@ class Progress:
     env_seconds: float = 0.0
     tested: dict = field(default_factory=dict)  # stage -> test result and wall_s
     finished: bool = False
+
+
+def show_rewards(reward, runs: list, traces: list[dict]):
+    """Step rewards and shares by the reward model into the traces of evaluated episodes."""
+    annotate(runs, traces)
+    reward.embed.add([turn for run in runs for turn in turns_of(run)])
+    raw, shares = reward.raw([turns_of(run) for run in runs])
+    rows = [row for t in traces for row in t["steps"]]
+    for row, step_reward, share in zip(rows, reward.combine(raw)[0], shares, strict=True):
+        row |= {"step_reward": float(step_reward), "share": float(share)}
 
 
 class Transition:

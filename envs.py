@@ -603,12 +603,13 @@ class WebNav(Env):
 
     # Difficulty: change here (or in a subclass) and measure again.
     KINDS: ClassVar[dict] = {  # shares of the goals
-        "price": 21, "reviews": 20, "shipping": 20, "help": 16, "order": 3, "cart": 18, "cheapest": 2,
+        "price": 21, "reviews": 20, "shipping": 20, "help": 17, "order": 2, "cart": 19, "cheapest": 1,
     }  # fmt: skip
     MODIFIED = 0.08  # share of labels with a word before or behind the usual one
     COOKIES = 0.2  # probability of a cookie banner
     CART_LINK = 0.15  # probability of a link to the cart on the home page (an empty page: a detour)
     GHOST_HOME = 0.15  # probability of a broken link on the home page
+    NEAR = 0.3  # probability of a category whose products share words ("red oak lamp", "red pine lamp")
     GHOST_LIST = 0.1  # probability of a broken "<product> price" link in listings of the goal's product
     DEAD_END = 0.25  # probability of a dead-end page linked from home
     PAIR = 0.10  # probability that product pages also sell the similar product (a second, equal button)
@@ -651,8 +652,12 @@ class WebNav(Env):
         prices = rng.sample(range(5, 80), 60)
         for index in range(self.CATEGORIES):
             least, most = self.CHEAPEST_PRODUCTS if kind == "cheapest" and index == 0 else self.PRODUCTS
-            names = list(itertools.product(rng.sample(words["looks"], 3), rng.sample(words["stuffs"], 3)))
-            for look, stuff in rng.sample(names, min(9, rng.randint(least, most))):
+            count = rng.randint(least, most)
+            looks, stuffs = rng.sample(words["looks"], 5), rng.sample(words["stuffs"], 5)
+            names = list(zip(looks, stuffs, strict=True))[:count]
+            if rng.random() < self.NEAR:
+                names = rng.sample(list(itertools.product(looks[:3], stuffs[:3])), count)
+            for look, stuff in names:
                 dollars = prices.pop()
                 was = f"${dollars + rng.randint(2, 9)}.00" if rng.random() < self.WAS_PRICE else ""
                 shop.products.append({

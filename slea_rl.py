@@ -772,7 +772,7 @@ def main(argv=None) -> int:
             logs = update_policy(lm, L.policy, L.replay, version, args, progress, stop)
         clock.lap("policy")
         chunks = common.minibatches(steps, args.critic_minibatch, args.critic_passes, args.seed, "critic", version)
-        mse_train = float(np.mean([L.scorer.update(chunk, progress) for chunk in chunks]))
+        mse_train = float(np.mean([L.scorer.update(chunk, progress) for chunk in chunks] or [0.0]))
         clock.lap("critic")
         chunks = common.minibatches(L.replay.steps, 32, args.evaluator_passes, args.seed, "evaluator", version)
         fitted = [L.evaluator.update(chunk, progress) for chunk in (chunks if args.augment else ())]

@@ -101,10 +101,11 @@ class Args:
     reward_clip: float = 1.0  # step rewards are clipped to ± this
     lam: float = 0.3  # λ of (5); 0 is the baseline: terminal reward only, no labels
     curiosity: float = 0.0  # c of (5): bonus c/sqrt(visits of the state) (5.2)
-    value_lr: float = 6e-4  # learning rate of the value adapter and head
+    value_lr: float = 3e-4  # learning rate of the value adapter and head
     value_minibatch: int = 16  # steps a value update
-    value_passes: float = 0.7  # value updates an iteration, in units of the fresh steps
-    value_warmup: float = 3.0  # passes over the first episodes instead: no policy update follows an untrained value
+    value_passes: float = 0.0  # value updates an iteration, in units of the fresh steps (0: the head alone is fitted)
+    value_warmup: float = 0.0  # passes over the first episodes instead: no policy update follows an untrained value
+    value_l2: float = 2000.0  # ridge of the head's least squares on features of unit σ; 0: no such fit
     gamma: float = 0.95  # discount
     gae_lambda: float = 0.9  # λ_gae of (6)
     adv_clip: float = 2.0  # advantages are normalised, then clipped to this
@@ -128,7 +129,8 @@ TUNED = {  # defaults that depend on another flag; a flag given by hand always w
     ("preset", "quick"): dict(total_env_steps=350, demos=40, warmup_epochs=2, episodes_per_iter=16, num_envs=24,
                               val_episodes=8, eval_episodes=24, pairs=48),
     ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", warmup_lr=2e-3, value_lr=1e-3,
-                            policy_lr=2e-4, micro_tokens=8192),
+                            value_passes=0.7, value_warmup=3.0, policy_lr=2e-4, micro_tokens=8192),
+    ("labeler", "model"): dict(value_passes=0.7),  # the success logit is trained with the adapter alone
     ("env", "gridworld"): dict(demos=450, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
                                episodes_per_iter=80, num_envs=100, gamma=0.9),
 }  # fmt: skip
@@ -363,10 +365,7 @@ def relabel(L: Learner) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------------------- the value head
 class ValueModel:
-    """V(s): adapter `value` and a linear head at the state's last token; its second output is the success logit.
-
-    The logit is trained for --labeler model alone.
-    """
+    """V(s): adapter `value` and a linear head at the state's last token; second output: success (labeler model)."""
 
     def __init__(self, lm: LM, args):
         self.lm, self.args = lm, args
@@ -376,26 +375,34 @@ class ValueModel:
         params = {**lm.params("value"), "head.weight": self.head.weight, "head.bias": self.head.bias}
         self.optimizer = Optimizer(params, args.value_lr, weight_decay=0.01, floor=RL_FLOOR)
 
-    def read(self, steps) -> torch.Tensor:
-        """V and success logit of B states (B, 2). Call with adapter `value` active."""
-        hidden, starts = self.lm.top([s.state_trunk for s in steps])  # (sum T_i, D), (B,)
-        last = torch.as_tensor(starts + [len(s.state) - 1 for s in steps], device=hidden.device)  # (B,)
-        return self.head(hidden[last].float())
+    def features(self, steps) -> torch.Tensor:
+        """The head's inputs (B, D), kept in the steps until the adapter is updated."""
+        return common.stored_features(self.lm, "value", steps, self.optimizer.steps, self.args.micro_tokens)
 
     @torch.no_grad()
     def predict(self, steps) -> np.ndarray:
-        """V and success logit of any number of states, in token-budgeted batches (B, 2)."""
-        out = np.zeros((len(steps), 2))
-        with self.lm.adapter("value"):
-            for rows in token_batches([len(s.state) for s in steps], self.args.micro_tokens):
-                out[rows] = self.read([steps[i] for i in rows]).cpu().numpy()
-        return out
+        """V and success logit of any number of states (B, 2)."""
+        return self.head(self.features(steps)).cpu().double().numpy()
+
+    @torch.no_grad()
+    def fit_head(self, steps):
+        """Least squares of V on `step.ret` of all steps at once: Σ (V - G)² + value_l2 ||w||², features of unit σ."""
+        if not self.args.value_l2:
+            return
+        x = self.features(steps)  # (B, D)
+        y = torch.tensor([s.ret for s in steps], device=x.device)  # (B,)
+        mean, sigma = x.mean(0), x.std(0, correction=0).clamp(min=1e-3)  # (D,)
+        z = (x - mean) / sigma  # (B, D)
+        w = torch.linalg.solve(z.T @ z + self.args.value_l2 * torch.eye(z.shape[1]).to(z), z.T @ (y - y.mean())) / sigma
+        self.head.weight[0], self.head.bias[0] = w, y.mean() - w @ mean
+        self.optimizer.adopt()
 
     def update(self, steps, progress) -> float:
         """One optimiser step on squared error to `step.ret`, mean over the minibatch; returns the gradient norm."""
         with self.lm.adapter("value"):
             for rows in token_batches([len(s.state) for s in steps], self.args.micro_tokens):
-                value, logit = self.read([steps[i] for i in rows]).unbind(1)  # (b,) each
+                read = self.head(common.last_hidden(self.lm, [steps[i].state_trunk for i in rows]).float())
+                value, logit = read.unbind(1)  # (b,) each
                 target = torch.tensor([[steps[i].ret, float(steps[i].success)] for i in rows], device=value.device)
                 loss = ((value - target[:, 0]) ** 2).sum()
                 if self.args.labeler == "model":
@@ -405,8 +412,7 @@ class ValueModel:
 
 
 def fill_values(value: ValueModel, steps: list[Step]):
-    """V(s_t), V of the state a truncated episode ended in and the success predicted after each step (known where the
-    episode terminated) into the steps of whole episodes laid end to end."""
+    """V(s_t), V of a truncated episode's final state and the success expected after each step into whole episodes."""
     ends = [Step(s.final_state, s.final_trunk) for s in steps if s.truncated]
     own, final = value.predict(steps), iter(value.predict(ends))
     for i, step in enumerate(steps):
@@ -463,6 +469,8 @@ class Step(common.Transition):
     step_reward: float = 0.0  # r_step of (4), from the present reward model
     share: float = 0.0  # c_t, mean over its windows
     outlook: float = 0.0  # predicted success after the step (--labeler model)
+    feature: torch.Tensor | None = None  # (D,) the value head's input at s_t
+    feature_at: int = -1  # updates of the value adapter when it was computed
 
 
 class Replay(common.Ring):
@@ -652,12 +660,7 @@ def test(L: Learner, stage: str):
     """Held-out test of the current weights, with step rewards and shares, into summary.json and episodes.jsonl."""
     result, runs, traces = evaluate(L.lm, L.args, "test", L.args.eval_episodes)
     if L.args.lam > 0 and L.reward.optimizer.steps:
-        common.annotate(runs, traces)
-        L.reward.embed.add([turn for run in runs for turn in turns_of(run)])
-        raw, c = L.reward.raw([turns_of(run) for run in runs])
-        rows = [row for t in traces for row in t["steps"]]
-        for row, reward, share in zip(rows, L.reward.combine(raw)[0], c, strict=True):
-            row |= {"step_reward": float(reward), "share": float(share)}
+        common.show_rewards(L.reward, runs, traces)
     L.record_test(stage, result, traces)
 
 
@@ -681,8 +684,6 @@ class Learner(common.Checkpoints):
         optimizers = {"policy": self.policy, "value": self.value.optimizer, "reward": self.reward.optimizer}
         self.hold(optimizers, Replay(args), Step, Progress(labels=self.store.imported), evaluate, extra=embed,
                   kept={"reward"})  # what labels taught does not get worse  # fmt: skip
-        size = sum(q.numel() for q in self.reward.nets[0].parameters())
-        print(f"reward model: {args.rm_ensemble} x {size / 1e6:.2f}M weights on embeddings of {embed.size}")
 
 
 def clone(L: Learner, steps: list[Step], progress: float) -> float:
@@ -762,13 +763,11 @@ def main(argv=None) -> int:
         fill_values(L.value, ring)
         fill_returns(ring, args.gamma)
         mse_val, mse_constant = common.score_error(steps, float(np.mean([s.ret for s in ring])))
-        kept, held = common.hold_out(ring) if version == 1 else (ring, [])
         passes = args.value_warmup if version == 1 else args.value_passes * len(steps) / len(ring)
-        chunks = common.minibatches(kept, args.value_minibatch, passes, args.seed, "value", version)
+        chunks = common.minibatches(ring, args.value_minibatch, passes, args.seed, "value", version)
         norms = [L.value.update(chunk, progress) for chunk in chunks]
+        L.value.fit_head(ring)
         fill_values(L.value, ring)
-        if held:  # does the first policy update follow a value that knows more than the mean?
-            logs["value/mse_val"], logs["value/mse_constant"] = common.score_error(held, np.mean([s.ret for s in kept]))
         advantages = fill_advantages(ring, args)
         mse_train, _ = common.score_error(ring, 0.0)
         clock.lap("value")
@@ -784,7 +783,7 @@ def main(argv=None) -> int:
         row = common.rollout_row(episodes, stats, traces, advantages, clock.laps["collect"]) | logs
         row |= common.reward_row(ring, steps, spread, args.reward_clip, version)
         row |= {"policy/lr": L.policy.rate(progress), "policy/skipped_steps": L.policy.skipped,
-                "value/grad_norm": float(np.mean(norms)),
+                "value/grad_norm": float(np.mean(norms or [0.0])),
                 "score/mse_train": mse_train, "score/mse_val": mse_val, "score/mse_constant": mse_constant}  # fmt: skip
         row |= L.milestone(evaluate, clock, args.rollback_drop)
         L.log(row, clock)

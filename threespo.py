@@ -53,7 +53,7 @@ class Args:
     eval_only: str = ""  # evaluate the best checkpoint of this run folder on the test tasks and stop
     algo: Literal["3spo", "ppo", "bc"] = "3spo"  # ppo: no score pre-training, no replay; bc: stop after the warm-up
     preset: Literal["default", "quick"] = "default"  # quick: every stage with small numbers, to see the machinery
-    total_env_steps: int = 2600  # environment steps of the stages score and 3spo together
+    total_env_steps: int = 2250  # environment steps of the stages score and 3spo together
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks
     eval_episodes: int = 100  # held-out test tasks after each stage
@@ -67,7 +67,7 @@ class Args:
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # optional tracker beside metrics.jsonl
     overwrite: bool = False  # replace an existing run folder
     micro_tokens: int = 1024  # tokens a forward pass (memory; does not change the result)
-    demos: int = 50  # expert episodes cloned in the warm-up (4.2 A)
+    demos: int = 40  # expert episodes cloned in the warm-up (4.2 A)
     demo_noise: float = 0.15  # chance that another action is carried out than the one demonstrated
     warmup_epochs: int = 3  # passes over the demonstrations
     warmup_lr: float = 2e-3  # learning rate of cloning (its own cosine)
@@ -75,7 +75,7 @@ class Args:
     score_episodes: int = 96  # episodes of the warmed policy that pre-train the score (4.2 B)
     random_episodes: int = 10  # episodes of random legal actions beside them
     score_minibatch: int = 16  # steps a score update
-    score_epochs: int = 1  # most passes of score pre-training; stops when the held-out error rises
+    score_epochs: int = 0  # most adapter passes of score pre-training; stops when the held-out error rises
     score_lr: float = 3e-4  # learning rate of the score adapter and head (4.3)
     head_l2: float = 500.0  # weight decay, over the number of steps, of the head's full-batch fit; 0: no such fit
     scorer: Literal["model", "prompt"] = "model"  # prompt: zero-shot rating by the base model, for comparison (3.2)
@@ -88,13 +88,13 @@ class Args:
     neg_scale: float = 0.5  # negative ones are then multiplied by this: many failed steps must not drown the good ones
     episodes_per_iter: int = 96  # episodes collected an iteration
     policy_lr: float = 4e-4  # learning rate of the policy adapter in stage 3spo
-    policy_passes: float = 1.5  # policy updates an iteration, in units of the fresh steps
+    policy_passes: float = 2.0  # policy updates an iteration, in units of the fresh steps
     minibatch: int = 96  # steps a policy update (few and large: the gradient of so few episodes is mostly noise)
     clip_eps: float = 0.2  # ε of (5)
     kl_coef: float = 0.01  # weight of k3(π || π_ref)
     ent_coef: float = 0.001  # weight of the entropy bonus
     target_kl: float = 0.1  # stop the epoch, without taking the step, above this approx KL(π_old || π)
-    temperature: float = 0.8  # sampling temperature while training; log-probs are taken at it
+    temperature: float = 1.0  # sampling temperature while training; log-probs are taken at it
     replay_iters: int = 2  # iterations kept in the ring (4.1)
     priority_alpha: float = 0.6  # α of (6)
     priority_beta: float = 0.4  # β of (6) at the start; grows to 1
@@ -103,7 +103,7 @@ class Args:
 
 TUNED = {  # defaults that depend on another flag; a flag given by hand always wins
     ("preset", "quick"): dict(total_env_steps=350, demos=24, warmup_epochs=3, score_episodes=16, random_episodes=8,
-                              score_epochs=1, episodes_per_iter=16, num_envs=24, val_episodes=8, eval_episodes=24),
+                              episodes_per_iter=16, num_envs=24, val_episodes=8, eval_episodes=24),
     ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", warmup_lr=2e-3, score_lr=1e-3,
                             score_passes=0.7, policy_lr=2e-4, micro_tokens=8192),
     ("env", "gridworld"): dict(demos=450, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
@@ -115,12 +115,6 @@ TUNED = {  # defaults that depend on another flag; a flag given by hand always w
 
 
 # -------------------------------------------------------------------------------------------------- the idea: the score
-def last_hidden(lm: LM, trunks) -> torch.Tensor:
-    """Final hidden state at the last real token of each of B sequences, trunks (T_i, D) -> (B, D)."""
-    hidden, starts = lm.top(trunks)  # (sum T_i, D), (B,)
-    return hidden[torch.as_tensor(starts + [len(h) - 1 for h in trunks], device=hidden.device)]
-
-
 class ScoreModel:
     """S_φ(s): adapter `score` on the shared base and a linear head over K atoms, equations (1)-(3) (article 3.2).
 
@@ -151,24 +145,15 @@ class ScoreModel:
 
         trunks: B tensors (T_i, D) of the states alone, without action tokens. Returns (B, K).
         """
-        return self.head(last_hidden(self.lm, trunks).float()).log_softmax(-1)  # (B, K)
+        return self.head(common.last_hidden(self.lm, trunks).float()).log_softmax(-1)  # (B, K)
 
-    @torch.no_grad()
     def features(self, steps) -> torch.Tensor:
-        """The head's inputs (B, D), in token-budgeted batches; kept in the steps until the adapter is updated."""
-        missing = [s for s in steps if s.feature_at != self.optimizer.steps]
-        with self.lm.adapter("score"):
-            for rows in token_batches([len(s.state) for s in missing], self.args.micro_tokens):
-                hidden = last_hidden(self.lm, [missing[i].state_trunk for i in rows]).float().cpu()  # (b, D)
-                for i, feature in zip(rows, hidden, strict=True):
-                    missing[i].feature, missing[i].feature_at = feature.clone(), self.optimizer.steps  # (D,)
-        return torch.stack([s.feature for s in steps]).to(self.lm.device)
+        """The head's inputs (B, D), kept in the steps until the adapter is updated."""
+        return common.stored_features(self.lm, "score", steps, self.optimizer.steps, self.args.micro_tokens)
 
     @torch.no_grad()
     def score(self, steps) -> np.ndarray:
         """S of the states of any number of steps -> (B,)."""
-        if not steps:
-            return np.zeros(0)
         return (self.head(self.features(steps)).softmax(-1) @ self.atoms).cpu().numpy()
 
     def fit_head(self, steps):
@@ -255,7 +240,7 @@ class PromptScorer:
         out = np.zeros(len(steps))
         with self.lm.adapter(None):
             for rows in token_batches([len(h) for h in trunks], self.args.micro_tokens):
-                features = last_hidden(self.lm, [trunks[i] for i in rows])  # (b, D)
+                features = common.last_hidden(self.lm, [trunks[i] for i in rows])  # (b, D)
                 probs = self.lm.logits(features)[:, self.digits].softmax(-1)  # (b, 10)
                 rating = probs @ torch.arange(10.0, device=probs.device)  # (b,) 0..9
                 out[rows] = (rating / 4.5 - 1).cpu().numpy()
@@ -582,10 +567,11 @@ def pretrain_score(L: Learner):
     kept, held = common.hold_out(L.replay.steps)
     if kept and held:
         p.score_constant = float(np.mean(L.scorer.to_score(np.array([s.ret for s in kept]))))
-    bar = tqdm(total=args.score_epochs, initial=p.iteration, desc="score: fit", unit="epoch", disable=not kept)
-    while kept and held and p.iteration < args.score_epochs and not p.below and not L.stop:
+    bar = tqdm(total=args.score_epochs + 1, initial=p.iteration, desc="score: fit", unit="epoch", disable=not kept)
+    while kept and held and p.iteration <= args.score_epochs and not p.below and not L.stop:  # the head alone, passes
         update = lambda chunk, progress: L.scorer.update(chunk, np.ones(len(chunk)), progress)  # noqa: E731
-        loss = L.epoch(kept, update, args.score_minibatch, args.score_epochs) if L.scorer.optimizer else 0.0
+        passing = p.iteration and L.scorer.optimizer
+        loss = L.epoch(kept, update, args.score_minibatch, args.score_epochs + 1) if passing else 0.0
         if L.stop:
             break
         if L.scorer.optimizer:

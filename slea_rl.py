@@ -55,7 +55,7 @@ class Args:
     algo: Literal["slea", "bc"] = "slea"  # bc: stop after the warm-up
     augment: bool = True  # split answers into steps with credit; --no_augment is plain episode-level PPO
     preset: Literal["default", "quick"] = "default"  # quick: every stage with small numbers, to see the machinery
-    total_env_steps: int = 700  # environment steps of stage slea
+    total_env_steps: int = 900  # environment steps of stage slea
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks
     eval_episodes: int = 100  # held-out test tasks after each stage
@@ -69,7 +69,7 @@ class Args:
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # optional tracker beside metrics.jsonl
     overwrite: bool = False  # replace an existing run folder
     micro_tokens: int = 1024  # tokens a forward pass (memory; does not change the result)
-    demos: int = 60  # expert episodes cloned in the warm-up
+    demos: int = 150  # expert episodes cloned in the warm-up
     demo_noise: float = 0.15  # chance that another action is carried out than the one demonstrated
     warmup_epochs: int = 3  # passes over the demonstrations
     warmup_lr: float = 2e-3  # learning rate of cloning (its own cosine)

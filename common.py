@@ -90,7 +90,8 @@ def algorithm_name(args) -> str:
 def settle_args(args, tuned: dict) -> tuple[Path, bool]:
     """Turn the parsed flags into the ones a run uses; returns (run folder, whether it is resumed).
 
-    tuned: {(field, value): {field: default}} applied where the user gave no flag. With --resume or --eval_only the
+    tuned: {(field, value): {field: default}} applied where the user gave no flag; the value `miniwob/*` stands for all
+    that begin with `miniwob/`. With --resume or --eval_only the
     flags are those the run was started with; one given again with another value is refused.
     """
     folder = args.resume or args.eval_only
@@ -111,21 +112,22 @@ def settle_args(args, tuned: dict) -> tuple[Path, bool]:
         why = "a CUDA GPU is here" if gpu else "no CUDA GPU: a 135M model for the CPU"
         print(f"--model auto: {args.model} ({why})")
     for (name, value), overrides in tuned.items():
-        if getattr(args, name) == value:
+        given = getattr(args, name)
+        if given == value or str(value).endswith("/*") and str(given).startswith(value[:-1]):
             apply_defaults(args, overrides)
     short = args.model.rstrip("/").split("/")[-1].lower()
     algo = algorithm_name(args)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    args.out = args.out or f"runs/{algo}__{args.env.replace('/', '-')}__{short}__s{args.seed}__{stamp}"
+    args.out = args.out or f"runs/{algo}__{re.sub('[/:]', '-', args.env)}__{short}__s{args.seed}__{stamp}"
     return Path(args.out), False
 
 
 LIMITS = {  # (lowest, highest) value of a flag a run can use
-    (1, math.inf): "total_env_steps eval_every eval_episodes val_episodes demos warmup_epochs episodes_per_iter "
+    (1, math.inf): "total_env_steps eval_every eval_episodes val_episodes warmup_epochs episodes_per_iter "
                    "minibatch warmup_minibatch score_minibatch pairs rm_minibatch rm_every rm_memory "
                    "value_minibatch critic_minibatch",
-    (0, math.inf): "target_kl score_episodes random_episodes score_epochs score_passes policy_passes kl_coef ent_coef "
-                   "score_entropy value_passes rm_passes rm_decay smoothness turn_coef kappa curiosity "
+    (0, math.inf): "demos target_kl score_episodes random_episodes score_epochs score_passes policy_passes kl_coef "
+                   "ent_coef score_entropy value_passes rm_passes rm_decay smoothness turn_coef kappa curiosity "
                    "evaluator_passes critic_passes critic_iters imitation",
     (0, 1): "gamma gae_lambda policy_lr score_lr warmup_lr demo_noise priority_alpha priority_beta rollback_drop "
             "value_lr rm_lr pos_frac augment lam critic_lr evaluator_lr imitation_quantile neg_scale",
@@ -800,7 +802,7 @@ def demonstrations(lm: LM, env, args) -> list[tuple[list[int], dict]]:
             slip = rng.random() < args.demo_noise
             obs, _, terminated, truncated, _ = env.step(texts[rng.integers(len(texts))] if slip else texts[-1])
             done = terminated or truncated
-    return list(zip(states, demonstrated(lm, states, texts), strict=True))
+    return list(zip(states, demonstrated(lm, states, texts), strict=True)) if states else []
 
 
 # ------------------------------------------------------------------------------------------------------------ optimiser
@@ -1066,11 +1068,16 @@ def peak_memory() -> dict:
 
 # --------------------------------------------------------------------------------------- what the stages of a run share
 def training_env(make_env, args):
-    """The training environment. Raises UserError, in one line, for a name make_env refuses."""
+    """The training environment. Raises UserError, in one line, for a name make_env refuses, or one that lacks a method
+    the flags ask for."""
     try:
-        return make_env(args.env, seed=args.seed, split="train")
+        env = make_env(args.env, seed=args.seed, split="train")
     except ValueError as error:
         raise UserError(str(error)) from None
+    for method, flag in (("expert", "demos"), ("legal_actions", "random_episodes")):
+        if getattr(args, flag, 0) and not callable(getattr(env, method, None)):
+            raise UserError(f"the environment {args.env} has no {method}(): --{flag} 0 does without")
+    return env
 
 
 def open_run(args, folder: Path, resumed: bool, adapters, file: str) -> tuple[LM, Run]:
@@ -1211,6 +1218,9 @@ class Checkpoints:
 
     def imitate(self, demos: list, update, args, stop) -> bool:
         """The passes of `update(minibatch, progress)` over the demonstrations, saved after each; False if stopped."""
+        if not demos:
+            print("no demonstrations, no warm-up")
+            return True
         mean = sum(len(s.trunk) for s in demos) / len(demos)
         print(f"warm-up: {args.demos} demonstrations, {len(demos)} steps, {mean:.0f} tokens a step")
         with tqdm(total=args.warmup_epochs, initial=self.p.iteration, desc="warmup", unit="epoch") as bar:

@@ -3237,7 +3237,7 @@ class TextWorld(Env):
     """A text adventure made by TextWorld's own generator (arXiv 1806.11532) from the task's seed, kept in a cache.
 
     Specs: coin_collector-LEVEL (1 to 100: so many rooms in a chain; 101 to 150 with dead ends), cooking-N (a recipe of
-    1 to 3 ingredients, in one kitchen), treasure_hunter-LEVEL (1 to 30), simple. Without a number: 1.
+    1 to 3 ingredients, in one kitchen), simple (a snack for dinner, from another room). Without a number: 1.
     State (empty lines are left out):
         Goal: find the coin and take it
         Room: bathroom
@@ -3264,8 +3264,8 @@ class TextWorld(Env):
     (1.0, True, False)
     """
 
-    STEPS: ClassVar[dict] = {"cooking": 15, "simple": 20, "treasure_hunter": 25}
-    LEVELS: ClassVar[dict] = {"coin_collector": 150, "cooking": 3, "simple": 1, "treasure_hunter": 30}  # highest
+    STEPS: ClassVar[dict] = {"cooking": 20, "simple": 20}
+    LEVELS: ClassVar[dict] = {"coin_collector": 150, "cooking": 3, "simple": 1}  # highest
     GOALS: ClassVar[dict] = {
         "coin_collector": "find the coin and take it", "cooking": "read the cookbook, cook its recipe and eat the meal",
     }  # fmt: skip
@@ -3273,7 +3273,6 @@ class TextWorld(Env):
         "coin_collector": r"examine|look|inventory|drop",
         "cooking": r"examine (?!cookbook)|look|inventory|drop|put|insert|close|take cookbook",
         "simple": r"examine|look|inventory|drop|close|lock|insert|put (?!.* on stove)",
-        "treasure_hunter": r"examine|look|inventory|drop|close|lock|insert|put",
     }
     INSTALL = "pip install textworld==1.7.0"
 

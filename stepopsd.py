@@ -22,9 +22,9 @@ next one's); replayed steps keep the log-probs of the policy that sampled them.
 Environment protocol (swap the one import to use your own): env.reset(seed=task) -> obs, info; env.step(text) -> obs,
 reward, terminated, truncated, info; obs is the prompt; info["success"], info["valid"], info["cut"] are bools,
 info["violation"] (>= 0, part of the reward) a broken hard constraint; env.expert() gives a demonstration's action text;
-env.judge([(obs, action), ...]) in [0, 1] labels for --labeler rule; env.progress() is only measured against. Shapes: B
-steps or segments of a batch, T tokens of a state or steps of a segment, D hidden size, E embedding size, M members, N
-action tokens, S steps.
+env.judge([(obs, action), ...]) in [0, 1] labels for --labeler rule (without one: rewards); env.progress() is only
+measured against. Shapes: B steps or segments of a batch, T tokens of a state or steps of a segment, D hidden size, E
+embedding size, M members, N action tokens, S steps.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Args:
     warmup_epochs: int = 3  # passes over the demonstrations
     warmup_lr: float = 2e-3  # learning rate of cloning (its own cosine)
     warmup_minibatch: int = 12  # steps a cloning update (small: the number of updates matters more than their noise)
-    labeler: Literal["rule", "llm", "human", "model"] = "rule"  # env.judge, a teacher, you, the value model
+    labeler: Literal["rule", "llm", "human", "model"] = "rule"  # env.judge or rewards, a teacher, you, the value model
     teacher: Literal["local", "url"] = "local"  # of llm: the base model, adapters off, or --teacher_url
     teacher_url: str = ""  # OpenAI-compatible endpoint, https://host/v1; its key comes from TEACHER_API_KEY
     teacher_model: str = ""  # model name at the endpoint
@@ -132,6 +132,7 @@ TUNED = {  # defaults that depend on another flag; a flag given by hand always w
                             policy_lr=2e-4, micro_tokens=8192),
     ("env", "gridworld"): dict(demos=450, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
                                episodes_per_iter=80, num_envs=100, gamma=0.9),
+    ("env", "miniwob/*"): dict(num_envs=8),  # browsers: one for each environment
 }  # fmt: skip
 
 
@@ -360,6 +361,15 @@ def rule_label(judge, a, b, margin: float):
     return float(winner is a), int(np.argmax(np.diff(so_far)))  # the turn with the largest gain
 
 
+def reward_label(a: list[Step], b: list[Step], margin: float):
+    """Label and decisive turn of two segments by the reward each earned: for environments without a judge."""
+    totals = sum(s.reward for s in a), sum(s.reward for s in b)
+    if abs(totals[0] - totals[1]) <= margin:
+        return 0.5, None
+    winner = a if totals[0] > totals[1] else b
+    return float(winner is a), int(np.argmax([s.reward for s in winner]))
+
+
 def fill_outlook(value: ValueModel, steps: list[Step]):
     """Predicted success of the state after each step of whole episodes laid end to end; known where one terminated."""
     cut = [Step(s.final_state, s.final_trunk) for s in steps if s.truncated]
@@ -383,7 +393,8 @@ def label_pairs(L: Learner, pairs, version: int) -> int:
         if texts[0] == texts[1] or L.store.holds(*texts, since=L.p.labels):
             continue
         if args.labeler == "rule":
-            label = rule_label(L.judge, *texts, args.tie_margin)
+            margin = args.tie_margin
+            label = rule_label(L.judge, *texts, margin) if L.judge else reward_label(a, b, margin)
         elif args.labeler == "model":
             gap = a[-1].outlook - b[-1].outlook
             label = (0.5 if abs(gap) <= args.tie_margin else float(gap > 0)), None
@@ -965,8 +976,6 @@ def set_up(argv) -> Learner:
     common.check_limits(args)
     common.check_labeler(args, resumed)
     env = common.training_env(make_env, args)
-    if args.labeler == "rule" and args.lam > 0 and not hasattr(env, "judge"):
-        raise UserError(f"--labeler rule: the environment {args.env} has no judge(segment)")
     stop = common.Interrupt()
     lm, run = common.open_run(args, folder, resumed, ("policy", "value", "ref"), __file__)
     L = Learner(args, lm, env, run, stop)

@@ -13,6 +13,7 @@
 
 import argparse
 import copy
+import ctypes
 import difflib
 import importlib
 import importlib.util
@@ -2798,6 +2799,7 @@ def serve_page(page: str):
     """The worker process of one browser: a request in JSON on each line of stdin, an answer on each line of stdout.
 
     It leads a session of its own, which is ended with all that it started when stdin closes, however the parent died.
+    On Linux it also inherits the browser's orphans, so that they do not stay as zombies of a container's first process.
     """
     import gymnasium
     import miniwob
@@ -2812,6 +2814,8 @@ def serve_page(page: str):
         _end_session(os.getpid(), os.environ["TMPDIR"])
         os._exit(0)
 
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     threading.Thread(target=listen, daemon=True).start()
     gymnasium.register_envs(miniwob)
     name = f"miniwob/{page}-v1"
@@ -2881,20 +2885,34 @@ def _end_session(leader: int, folder: str):
         if not others:
             break
         time.sleep(0.05)
+        while leader == os.getpid() and _reap():
+            pass
     if not Path("/proc").is_dir() and leader != os.getpid():
         os.killpg(leader, signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def _reap() -> bool:
+    """Collects one dead child; False if there is none."""
+    try:
+        return os.waitpid(-1, os.WNOHANG)[0] > 0
+    except ChildProcessError:
+        return False
+
+
 def _end_worker(process: subprocess.Popen, folder: str):
+    """Closes the worker's stdin, which ends it with its session; a worker that does not is killed, and its session."""
+    try:
+        process.stdin.close()
+    except BrokenPipeError:
+        pass  # a request the worker never read
+    try:
+        process.wait(Browser.END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
     _end_session(process.pid, folder)
-    process.kill()
-    process.wait()
-    for pipe in process.stdin, process.stdout:
-        try:
-            pipe.close()
-        except BrokenPipeError:
-            pass  # a request the worker never read
+    process.stdout.close()
 
 
 class Browser:
@@ -2903,6 +2921,7 @@ class Browser:
     MOST = 16  # at once
     START_SECONDS = 120
     STEP_SECONDS = 30
+    END_SECONDS = 10
     idle: ClassVar[dict[str, list]] = {}  # page -> browsers waiting for their next episode
     alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
 
@@ -3401,8 +3420,8 @@ class TextWorld(Env):
 def _make_game(challenge: str, level: int, split: str, seed: int):
     """A game of TextWorld's generator, the same for the same arguments.
 
-    The generator compiles every game with Inform to check its solution (5 to 10 s); played from JSON, which needs no
-    compiler, the check is as strict and takes a tenth of a second. Its files of grammar are parsed only once.
+    The generator compiles every game with Inform to play its solution through (5 to 10 s); it is played from JSON here,
+    which needs no compiler and takes a tenth of a second. The generator's own files are parsed only once.
     """
     import textworld
     from textworld.challenges import CHALLENGES
@@ -3424,8 +3443,12 @@ def _make_game(challenge: str, level: int, split: str, seed: int):
         maker.build().save(path)
         return path
 
+    def play_through(maker, commands, play=GameMaker.set_walkthrough):  # cooking opens the fridge for each ingredient
+        play(maker, [c for i, c in enumerate(commands) if not c.startswith("open ") or c not in commands[:i]])
+
     load_once = partial(_knowledge, KnowledgeBase.load)
-    with mock.patch.object(GameMaker, "compile", save_as_json), mock.patch.object(KnowledgeBase, "load", load_once):
+    with (mock.patch.object(GameMaker, "compile", save_as_json), mock.patch.object(KnowledgeBase, "load", load_once),
+          mock.patch.object(GameMaker, "set_walkthrough", play_through)):  # fmt: skip
         return CHALLENGES[f"tw-{challenge}"][1](settings, options)
 
 

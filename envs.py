@@ -2919,8 +2919,8 @@ class Browser:
     """One page in one headless browser, in a worker process of its own. `lend` takes an idle one, or starts one."""
 
     MOST = 16  # at once
-    START_SECONDS = 120
-    STEP_SECONDS = 30
+    START_SECONDS = 300
+    STEP_SECONDS = 60
     END_SECONDS = 10
     idle: ClassVar[dict[str, list]] = {}  # page -> browsers waiting for their next episode
     alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
@@ -3266,8 +3266,8 @@ class TextWorld(Env):
         Actions: go east | go south | take coin
         Done: visited: attic > go east > go north
         Action:
-    Actions: any admissible command. The list leaves out those that only look, and dropping, putting and closing where
-    nothing is won by it; they are legal all the same.
+    Actions: any admissible command. The list leaves out those that win nothing (looking, dropping, putting, closing,
+    eating an ingredient); they are legal all the same.
     Reward: the game's own points, over the most it pays (1 for a won game that pays once); -0.01 for a command already
     given in the very same situation; -0.02 for an illegal one.
     Ends: won (success), lost, 3 fruitless actions in a row (terminated); STEPS, or twice the quest and 5 (truncated).
@@ -3290,7 +3290,8 @@ class TextWorld(Env):
     }  # fmt: skip
     UNLISTED: ClassVar[dict] = {  # commands left out of the state's list, by challenge
         "coin_collector": r"examine|look|inventory|drop",
-        "cooking": r"examine (?!cookbook)|look|inventory|drop|put|insert|close|take cookbook",
+        "cooking": r"examine (?!cookbook)|take (?:cookbook|knife)|eat (?!meal)|cook meal"
+        r"|look|inventory|drop|put|insert|close",
         "simple": r"examine|look|inventory|drop|close|lock|insert|put (?!.* on stove)",
     }
     INSTALL = "pip install textworld==1.7.0"

@@ -425,7 +425,7 @@ def test_textworld_three_fruitless_actions_and_a_lost_game_end_it(games):
     env.reset(seed=3)
     while "Carried:" not in env._observe():
         env.step(env.expert())
-    food = next(c for c in env.legal_actions() if c.startswith("eat "))  # an ingredient the meal needs
+    food = next(c for c in env.game.admissible_commands if c.startswith("eat "))  # an ingredient the meal needs
     _, reward, terminated, _, info = env.step(food)
     assert terminated and not info["success"] and reward <= 0
 

@@ -12,6 +12,7 @@
 """
 
 import argparse
+import contextlib
 import copy
 import ctypes
 import difflib
@@ -2801,22 +2802,32 @@ def serve_page(page: str):
     It leads a session of its own, which is ended with all that it started when stdin closes, however the parent died.
     On Linux it also inherits the browser's orphans, so that they do not stay as zombies of a container's first process.
     """
-    import gymnasium
-    import miniwob
-    from selenium.common import exceptions
-
     answers, requests = os.fdopen(os.dup(1), "w"), queue.Queue()
     os.dup2(2, 1)  # what a library prints must not look like an answer
 
     def listen():
         for line in sys.stdin:
             requests.put(json.loads(line))
-        _end_session(os.getpid(), os.environ["TMPDIR"])
+        _kill_session(os.getpid())
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
         os._exit(0)
 
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-    threading.Thread(target=listen, daemon=True).start()
+    threading.Thread(target=listen).start()  # no daemon: a worker that fails below waits here until stdin closes
+    try:
+        _serve(page, requests, answers)
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            answers.close()  # tells the parent
+
+
+def _serve(page: str, requests: queue.Queue, answers):
+    """Opens the page, then carries out requests for ever."""
+    import gymnasium
+    import miniwob
+    from selenium.common import exceptions
+
     gymnasium.register_envs(miniwob)
     name = f"miniwob/{page}-v1"
     env = gymnasium.make(name, disable_env_checker=True, refresh_freq=1).unwrapped  # a fresh page for every episode
@@ -2873,9 +2884,9 @@ def _session_of(leader: int) -> list[int]:
     return found
 
 
-def _end_session(leader: int, folder: str):
-    """Kills everything a worker started, and the worker unless it is us; removes its temporary files."""
-    for _ in range(20):  # a process may start another while we look
+def _kill_session(leader: int):
+    """Kills everything a worker started, and the worker unless it is us."""
+    for _ in range(100):  # a process may start another while we look
         others = [pid for pid in _session_of(leader) if pid != os.getpid()]
         for pid in others:
             try:
@@ -2889,7 +2900,6 @@ def _end_session(leader: int, folder: str):
             pass
     if not Path("/proc").is_dir() and leader != os.getpid():
         os.killpg(leader, signal.SIGKILL)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _reap() -> bool:
@@ -2911,7 +2921,8 @@ def _end_worker(process: subprocess.Popen, folder: str):
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    _end_session(process.pid, folder)
+    _kill_session(process.pid)
+    shutil.rmtree(folder, ignore_errors=True)
     process.stdout.close()
 
 

@@ -159,7 +159,7 @@ for line in sys.stdin:
         print("broken glass", file=sys.stderr, flush=True)
         os._exit(3)
     print(json.dumps(request), flush=True)
-envs._end_session(os.getpid(), os.environ["TMPDIR"])
+envs._kill_session(os.getpid())
 """
 
 
@@ -569,10 +569,10 @@ def test_miniwob_dead_browser_costs_the_episode_only(browsers):
 
 @pytest.mark.browser
 @linux
-@pytest.mark.parametrize("way", ["end", "exception", "interrupt", "killed"])
+@pytest.mark.parametrize("way", ["end", "exception", "interrupt", "killed", "killed while it works"])
 def test_miniwob_leaves_no_process_behind(way, tmp_path):
     script = f"""
-import sys, time
+import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import envs
 env = envs.make_env("miniwob/click-tab")
@@ -581,6 +581,10 @@ browser = env.held[0]
 print(browser.process.pid, browser.folder, flush=True)
 if {way!r} == "exception":
     raise KeyError("as it happens")
+if {way!r} == "killed while it works":
+    browser.process.stdin.write(b'{{"seed": 3}}\\n')
+    browser.process.stdin.flush()
+    os.kill(os.getpid(), 9)
 if {way!r} != "end":
     time.sleep(100)
 """

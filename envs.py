@@ -3111,7 +3111,7 @@ class MiniWob(Env):
     INSTALL = "pip install miniwob==1.1.0 (and on Debian: apt-get install chromium chromium-driver)"
 
     name = "miniwob"
-    summary = "miniwob/<page>: MiniWoB++ in headless Chromium, e.g. miniwob/click-tab-2 (optional packages)"
+    summary = "pages of MiniWoB++ in headless Chromium, as miniwob/click-tab-2 (optional packages)"
     max_steps = 10
     patience = 3
     max_action_tokens = 24
@@ -3308,7 +3308,7 @@ class TextWorld(Env):
     INSTALL = "pip install textworld==1.7.0"
 
     name = "textworld"
-    summary = "textworld/<spec>: generated text adventures, e.g. textworld/coin_collector-5 (optional package)"
+    summary = "generated text adventures, as textworld/coin_collector-5 (optional package)"
     patience = 3
     max_action_tokens = 16
     judge = None
@@ -3487,7 +3487,7 @@ class Own:
     """
 
     name = "gym"
-    summary = "gym/<module:Class>: a text environment of your own (README: your own environment in ten lines)"
+    summary = "a text environment of your own, as gym/module:Class (README)"
     return_bounds = (-1.0, 1.0)
     max_action_tokens = 16
     max_steps = 30
@@ -3607,8 +3607,8 @@ def main(argv=None) -> int:
     if args.name is None:
         for name, cls in ENVS.items():
             print(f"{name}: {cls.summary}")
-        for cls in FAMILIES.values():
-            print(cls.summary)
+        for name, cls in FAMILIES.items():
+            print(f"{name}/...: {cls.summary}")
         return 0
     try:
         env = make_env(args.name, split=args.split)

@@ -572,7 +572,8 @@ def test_miniwob_dead_browser_costs_the_episode_only(browsers):
 @pytest.mark.parametrize("way", ["end", "exception", "interrupt", "killed", "killed while it works"])
 def test_miniwob_leaves_no_process_behind(way, tmp_path):
     script = f"""
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 sys.path.insert(0, {str(ROOT)!r})
 import envs
 env = envs.make_env("miniwob/click-tab")

@@ -96,8 +96,9 @@ def algorithm_name(args) -> str:
 def settle_args(args, tuned: dict) -> tuple[Path, bool]:
     """Turn the parsed flags into the ones a run uses; returns (run folder, whether it is resumed).
 
-    tuned: {(field, value): {field: default}} applied where the user gave no flag. With --resume or --eval_only the
-    flags are those the run was started with; one given again with another value is refused.
+    tuned: {(field, value): {field: default}} applied where the user gave no flag; a value `miniwob/*` stands for all
+    that begin with `miniwob/`. With --resume or --eval_only the flags are those the run was started with; one given
+    again with another value is refused.
     """
     folder = args.resume or args.eval_only
     if folder:
@@ -117,22 +118,23 @@ def settle_args(args, tuned: dict) -> tuple[Path, bool]:
         why = "a CUDA GPU is here" if gpu else "no CUDA GPU: a 135M model for the CPU"
         print(f"--model auto: {args.model} ({why})")
     for (name, value), overrides in tuned.items():
-        if getattr(args, name) == value:
+        given = getattr(args, name)
+        if given == value or (str(value).endswith("/*") and str(given).startswith(value[:-1])):
             apply_defaults(args, overrides)
     short = args.model.rstrip("/").split("/")[-1].lower()
     algo = algorithm_name(args)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    args.out = args.out or f"runs/{algo}__{args.env.replace('/', '-')}__{short}__s{args.seed}__{stamp}"
+    args.out = args.out or f"runs/{algo}__{re.sub('[/:]', '-', args.env)}__{short}__s{args.seed}__{stamp}"
     return Path(args.out), False
 
 
 LIMITS = {  # (lowest, highest) value of a flag a run can use
-    (1, math.inf): "total_env_steps eval_every eval_episodes val_episodes demos warmup_epochs episodes_per_iter "
+    (1, math.inf): "total_env_steps eval_every eval_episodes val_episodes warmup_epochs episodes_per_iter "
                    "minibatch warmup_minibatch score_minibatch pairs rm_minibatch rm_every rm_memory "
                    "value_minibatch critic_minibatch",
-    (0, math.inf): "target_kl score_episodes random_episodes score_epochs score_passes policy_passes kl_coef ent_coef "
-                   "score_entropy head_l2 value_l2 value_passes value_warmup rm_passes rm_decay smoothness turn_coef "
-                   "kappa curiosity evaluator_passes critic_passes critic_iters imitation",
+    (0, math.inf): "demos target_kl score_episodes random_episodes score_epochs score_passes policy_passes kl_coef "
+                   "ent_coef score_entropy head_l2 value_l2 value_passes value_warmup rm_passes rm_decay smoothness "
+                   "turn_coef kappa curiosity evaluator_passes critic_passes critic_iters imitation",
     (0, 1): "gamma gae_lambda policy_lr score_lr warmup_lr demo_noise priority_alpha priority_beta rollback_drop "
             "value_lr rm_lr pos_frac augment lam critic_lr evaluator_lr imitation_quantile neg_scale",
     (0, 0.5): "tie_margin", (0, 0.9): "rm_dropout", (1, 32): "rm_ensemble votes", (0.01, 3600): "teacher_timeout",
@@ -865,7 +867,7 @@ def demonstrations(lm: LM, env, args) -> list[tuple[list[int], dict]]:
             slip = rng.random() < args.demo_noise
             obs, _, terminated, truncated, _ = env.step(texts[rng.integers(len(texts))] if slip else texts[-1])
             done = terminated or truncated
-    return list(zip(states, demonstrated(lm, states, texts), strict=True))
+    return list(zip(states, demonstrated(lm, states, texts), strict=True)) if states else []
 
 
 # ------------------------------------------------------------------------------------------------------------ optimiser
@@ -1293,11 +1295,24 @@ class Ring:
         return [s for steps in self.iterations for s in steps]
 
 
+def training_env(make_env, args):
+    """The training environment. Raises UserError, in one line, for a name make_env refuses, or one that lacks a method
+    the flags ask for."""
+    try:
+        env = make_env(args.env, seed=args.seed, split="train")
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    for method, flag in (("expert", "demos"), ("legal_actions", "random_episodes")):
+        if getattr(args, flag, 0) and not callable(getattr(env, method, None)):
+            raise UserError(f"the environment {args.env} has no {method}(): --{flag} 0 does without")
+    return env
+
+
 class Checkpoints:
     """The live objects of a run, logged, saved and restored as one piece: optimisers with fp32 masters, reference,
     ring, counters, log sizes."""
 
-    def __init__(self, cls, tuned: dict, argv, make_env, adapters, check=lambda args, env, resumed: None):
+    def __init__(self, cls, tuned: dict, argv, make_env, adapters, check=lambda args, resumed: None):
         """Flags -> args, training environment, model with its adapters, run folder with a config.json of what is used.
 
         check: an algorithm's own look at the flags before anything is loaded. Raises UserError, in one line.
@@ -1305,11 +1320,8 @@ class Checkpoints:
         args = self.args = parse_args(cls, argv)
         folder, self.resumed = settle_args(args, tuned)
         check_limits(args)
-        try:
-            self.env = make_env(args.env, seed=args.seed, split="train")
-        except ValueError as error:
-            raise UserError(str(error)) from None
-        check(args, self.env, self.resumed)
+        self.env = training_env(make_env, args)
+        check(args, self.resumed)
         self.stop = Interrupt()
         names = "seed", "device", "dtype", "load_4bit", "lora_rank", "lora_layers", "gradient_checkpointing"
         self.lm = load_model(args.model, adapters=adapters, **{k: getattr(args, k) for k in names})
@@ -1388,7 +1400,7 @@ class Checkpoints:
         """
         if self.p.iteration == 0:
             self.log(self.validate(evaluate, min(8, self.args.val_episodes)))  # the step-0 point of every curve
-        mean, epochs = sum(len(s.trunk) for s in demos) / len(demos), self.args.warmup_epochs
+        mean, epochs = sum(len(s.trunk) for s in demos) / max(len(demos), 1), self.args.warmup_epochs * bool(demos)
         print(f"warm-up: {self.args.demos} demonstrations, {len(demos)} steps, {mean:.0f} tokens a step")
         with tqdm(total=epochs, initial=self.p.iteration, desc="warmup", unit="epoch") as bar:
             while self.p.iteration < epochs:
@@ -1749,11 +1761,21 @@ def rule_label(judge, a, b, margin: float):
     return float(winner is a), int(np.argmax(np.diff(so_far)))  # the turn with the largest gain
 
 
+def reward_label(a: list, b: list, margin: float):
+    """Label and decisive turn of two segments of steps by the reward each earned: for environments without a judge."""
+    totals = sum(s.env_reward for s in a), sum(s.env_reward for s in b)
+    if abs(totals[0] - totals[1]) <= margin:
+        return 0.5, None
+    winner = a if totals[0] > totals[1] else b
+    return float(winner is a), int(np.argmax([s.env_reward for s in winner]))
+
+
 def labeler(lm: LM, env, args):
     """ask(a, b) of --labeler rule, llm or human for two segments [(obs, action)] -> (y, decisive turn or None), None
-    for no answer, or "quit"."""
+    for no answer, or "quit". None instead of a function where the environment has no judge."""
     if args.labeler == "rule":
-        return lambda a, b: rule_label(env.judge, a, b, args.tie_margin)
+        judge = getattr(env, "judge", None)
+        return judge and (lambda a, b: rule_label(judge, a, b, args.tie_margin))
     if args.labeler == "llm":
         teacher = _local_teacher(lm) if args.teacher == "local" else _url_teacher(args)
         return lambda a, b: teacher_label(teacher, a, b, args.votes, args.tie_margin)
@@ -1901,14 +1923,12 @@ def segment_range(args) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def check_labeler(args, env, resumed: bool):
+def check_labeler(args, resumed: bool):
     """Flags that belong together, before anything is loaded (--teacher_url alone implies --teacher url).
 
     Raises UserError in one line.
     """
     segment_range(args)
-    if args.labeler == "rule" and args.lam > 0 and not hasattr(env, "judge"):
-        raise UserError(f"--labeler rule: the environment {args.env} has no judge(segment)")
     if args.teacher_url and "teacher" not in args.explicit:
         args.teacher = "url"
     if args.lam > 0 and args.labeler == "llm" and args.teacher == "url":

@@ -12,18 +12,37 @@
 """
 
 import argparse
+import contextlib
 import copy
+import ctypes
+import difflib
+import importlib
+import importlib.util
+import inspect
 import itertools
+import json
 import math
+import os
+import queue
 import random
 import re
+import select
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
+import threading
+import time
+import weakref
 import zlib
 from collections import deque
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from html import escape
+from pathlib import Path
 from typing import ClassVar, NamedTuple
+from unittest import mock
 from urllib.parse import quote_plus, unquote_plus
 
 from bs4 import BeautifulSoup, NavigableString, Tag
@@ -2714,16 +2733,849 @@ class Trip(Deliberation):
 
 
 # ======================================================================================================================
+# miniwob/<page>: real pages in a real browser (optional: pip install miniwob, Debian's chromium and chromium-driver)
+# ======================================================================================================================
+
+# Runs in every page before its own scripts: remembers which elements listen for clicks, takes the page's own clock and
+# animations away (a language model is slower than the ten seconds that most pages allow).
+_WATCH_JS = """
+const add = EventTarget.prototype.addEventListener;
+window.listening = new WeakSet();
+EventTarget.prototype.addEventListener = function (kind, ...rest) {
+  if (kind === 'click') window.listening.add(this);
+  return add.call(this, kind, ...rest);
+};
+add.call(document, 'DOMContentLoaded', () => {
+  core.EPISODE_MAX_TIME = 2 ** 31 - 1;
+  if (window.jQuery) jQuery.fx.off = true;
+});
+"""
+# The visible part of the live page as HTML: what can be acted on carries a number (window.marks finds the element
+# again), fields their present value and their name, wherever the page keeps it. Folders of a tree become buttons.
+_READ_JS = """
+const marks = window.marks = [], named = new Map();
+const ours = new Set(['query', 'reward-display', 'sync-task-cover', 'click-canvas']);
+const plain = t => t.replace(/&/g, '&amp;').replace(/</g, '&lt;').replace(/>/g, '&gt;').replace(/"/g, '&quot;');
+const words = e => (e.innerText || e.textContent || '').trim();
+const field = e => e.matches('select, textarea, input:not([type=submit], [type=button], [type=reset], [type=image])');
+const kind = e => e.matches('[type=checkbox], [type=radio]') ? 'check' : e.matches('select') ? 'select' : 'text';
+const press = e => !field(e) && (e.matches('a, button, input, [role=button]') || e.onclick || window.listening.has(e)
+  || getComputedStyle(e).cursor === 'pointer' && getComputedStyle(e.parentElement).cursor !== 'pointer');
+for (const e of document.querySelectorAll('input, select, textarea')) {
+  const beside = e.previousElementSibling;
+  const label = e.labels && e.labels[0] || (beside && beside.matches('label:not([for])') ? beside : null);
+  if (label && field(e) && words(label)) named.set(e, words(label)).set(label, e);
+}
+function act(e, tag, key, label, value) {
+  marks.push(e);
+  const id = `${tag === 'input' ? kind(e) : 'press'}:${marks.length - 1}`;
+  if (tag === 'input') return ` <input name="${id}" aria-label="${plain(label)}" value="${plain(value)}"> `;
+  return ` <${tag} ${key}="${id}">${plain(label)}</${tag}> `;
+}
+function value(e) {
+  if (kind(e) === 'check') return e.checked ? 'on' : '';
+  if (kind(e) === 'text') return e.value;
+  const all = [...e.options], at = e.selectedIndex, rest = all.filter((_, i) => i !== at).map(o => words(o));
+  return (at < 0 ? 'nothing' : words(all[at])) + '; or ' + rest.join(', ');
+}
+function read(e) {
+  if (e.nodeType === 3) return plain(e.data);
+  if (e.nodeType !== 1 || ours.has(e.id) || e.matches('script, style, canvas, .hitarea') || !e.checkVisibility())
+    return '';
+  if (field(e)) {
+    const label = named.get(e) || e.ariaLabel || e.placeholder || e.title || e.name || e.id || 'field';
+    return e.type === 'hidden' ? '' : act(e, 'input', 'name', label, value(e));
+  }
+  const inside = [...e.querySelectorAll('*')].some(x => (press(x) || field(x)) && x.checkVisibility());
+  if (press(e) && !inside) {
+    const label = words(e) || e.value || e.ariaLabel || e.title || e.alt || e.id || e.classList[0] || '';
+    const button = e.matches('button, input, [role=button], .folder');
+    if (label) return act(e, ...(button ? ['button', 'formaction'] : ['a', 'href']), label);
+  }
+  if (named.has(e)) return e.contains(named.get(e)) ? read(named.get(e)) : '';
+  const text = [...e.childNodes].map(read).join('');
+  return getComputedStyle(e).display === 'inline' ? text : `<div>${text}</div>`;
+}
+const query = core.getUtterance();
+return {goal: query.utterance || query, html: read(document.body)};
+"""
+
+
+def serve_page(page: str):
+    """The worker process of one browser: a request in JSON on each line of stdin, an answer on each line of stdout.
+
+    It leads a session of its own, which is ended with all that it started when stdin closes, however the parent died.
+    On Linux it also inherits the browser's orphans, so that they do not stay as zombies of a container's first process.
+    """
+    answers, requests = os.fdopen(os.dup(1), "w"), queue.Queue()
+    os.dup2(2, 1)  # what a library prints must not look like an answer
+
+    def listen():
+        for line in sys.stdin:
+            requests.put(json.loads(line))
+        _kill_session(os.getpid())
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+        os._exit(0)
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    threading.Thread(target=listen).start()  # no daemon: a worker that fails below waits here until stdin closes
+    try:
+        _serve(page, requests, answers)
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            answers.close()  # tells the parent
+
+
+def _serve(page: str, requests: queue.Queue, answers):
+    """Opens the page, then carries out requests for ever."""
+    import gymnasium
+    import miniwob
+    from selenium.common import exceptions
+
+    gymnasium.register_envs(miniwob)
+    name = f"miniwob/{page}-v1"
+    env = gymnasium.make(name, disable_env_checker=True, refresh_freq=1).unwrapped  # a fresh page for every episode
+    driver = env.instance.driver
+    driver.implicitly_wait(0)
+    driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": _WATCH_JS})
+    refused = exceptions.InvalidElementStateException, exceptions.StaleElementReferenceException
+    reply = {}
+    while True:
+        print(json.dumps(reply), file=answers, flush=True)
+        request, reply = requests.get(), {"error": "", "done": False, "raw": 0.0, "goal": "", "html": ""}
+        if "seed" in request:
+            env.reset(seed=request["seed"], options={"record_screenshots": False})
+        else:
+            try:
+                reply["error"] = _act_on(driver, **request)
+            except refused as error:  # covered, not interactable, gone
+                reply["error"] = "that element cannot be used now"
+                print(error, file=sys.stderr)
+            _, _, reply["done"], _, info = env.step(None)
+            reply["raw"] = float(info["raw_reward"]) if reply["done"] else 0.0
+        if not reply["done"]:
+            reply |= driver.execute_script(_READ_JS)
+
+
+def _act_on(driver, mark: int, verb: str, text: str = "") -> str:
+    """Clicks, types or selects in the real page; returns what was wrong, "" if nothing."""
+    element = driver.execute_script("return window.marks[arguments[0]]", mark)
+    if verb == "type":
+        element.clear()
+        element.send_keys(text)
+    elif verb == "select":
+        from selenium.webdriver.support.select import Select
+
+        options = [o for o in Select(element).options if clean(o.text).lower() == clean(text).lower()]
+        if not options:
+            return "no such option here"
+        options[0].click()
+    else:
+        element.click()
+    return ""
+
+
+def _session_of(leader: int) -> list[int]:
+    """Process ids of the session that `leader` began (Linux; elsewhere none: its process group is ended then)."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # ended while we looked
+        if fields[0] != "Z" and int(fields[3]) == leader:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def _kill_session(leader: int):
+    """Kills everything a worker started, and the worker unless it is us."""
+    for _ in range(100):  # a process may start another while we look
+        others = [pid for pid in _session_of(leader) if pid != os.getpid()]
+        for pid in others:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it was faster
+        if not others:
+            break
+        time.sleep(0.05)
+        while leader == os.getpid() and _reap():
+            pass
+    if not Path("/proc").is_dir() and leader != os.getpid():
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _reap() -> bool:
+    """Collects one dead child; False if there is none."""
+    try:
+        return os.waitpid(-1, os.WNOHANG)[0] > 0
+    except ChildProcessError:
+        return False
+
+
+def _end_worker(process: subprocess.Popen, folder: str):
+    """Closes the worker's stdin, which ends it with its session; a worker that does not is killed, and its session."""
+    try:
+        process.stdin.close()
+    except BrokenPipeError:
+        pass  # a request the worker never read
+    try:
+        process.wait(Browser.END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    _kill_session(process.pid)
+    shutil.rmtree(folder, ignore_errors=True)
+    process.stdout.close()
+
+
+class Browser:
+    """One page in one headless browser, in a worker process of its own. `lend` takes an idle one, or starts one."""
+
+    MOST = 16  # at once
+    START_SECONDS = 300
+    STEP_SECONDS = 60
+    END_SECONDS = 10
+    idle: ClassVar[dict[str, list]] = {}  # page -> browsers waiting for their next episode
+    alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
+
+    def __init__(self, page: str):
+        self.page, self.folder, self.rest = page, tempfile.mkdtemp(prefix="miniwob-"), b""
+        env = {**os.environ, "SE_OFFLINE": "true", "TMPDIR": self.folder}
+        with open(Path(self.folder) / "log", "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, "--serve", page], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                env=env, start_new_session=True,
+            )  # fmt: skip
+        self.end = weakref.finalize(self, _end_worker, self.process, self.folder)  # also at exit
+        self.alive.add(self)
+        self._answer(self.START_SECONDS)
+
+    @classmethod
+    def lend(cls, page: str) -> "Browser":
+        """Raises RuntimeError if MOST of them are busy."""
+        idle = cls.idle.setdefault(page, [])
+        while idle:
+            browser = idle.pop()
+            if browser.process.poll() is None:
+                return browser
+            browser.end()
+        running = [b for b in cls.alive if b.end.alive]
+        for others in cls.idle.values() if len(running) >= cls.MOST else ():
+            while others:
+                others.pop().end()
+        if sum(b.end.alive for b in running) >= cls.MOST:
+            raise RuntimeError(f"{cls.MOST} browsers are busy, and no more are started: lower --num_envs")
+        return cls(page)
+
+    @classmethod
+    def take_back(cls, held: list):
+        """Empties `held`, a list of at most one browser."""
+        while held:
+            browser = held.pop()
+            if browser.end.alive:
+                cls.idle.setdefault(browser.page, []).append(browser)
+
+    def ask(self, **request) -> dict:
+        """The worker's answer. Raises RuntimeError, and ends it, if it does not answer in time."""
+        try:
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError:
+            pass  # it died: the answer says so
+        return self._answer(self.STEP_SECONDS)
+
+    def _answer(self, seconds: float) -> dict:
+        deadline, pipe = time.monotonic() + seconds, self.process.stdout.fileno()
+        while b"\n" not in self.rest:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+            more = os.read(pipe, 65536) if ready else b""
+            if not more:
+                log = (Path(self.folder) / "log").read_text(errors="replace").strip().splitlines()
+                why = f"the browser died ({log[-1] if log else 'no message'})" if ready else f"no answer in {seconds} s"
+                self.end()
+                raise RuntimeError(f"miniwob/{self.page}: {why}")
+            self.rest += more
+        line, _, self.rest = self.rest.partition(b"\n")
+        return json.loads(line)
+
+
+def read_state(obs: str) -> tuple[str, Page, list[str]]:
+    """Goal, page (without targets) and the last actions of a state text that `render_state` wrote."""
+    found = dict(re.findall(r"^(Goal|Page|Text|Links|Buttons|Inputs|Done): (.*)$", obs, re.MULTILINE))
+    lists = {}
+    for kind in ("Links", "Buttons", "Inputs"):
+        pairs = (item.partition(" = ") for item in found.get(kind, "").split(" | ") if item)
+        lists[kind.lower()] = tuple(Element(label, "", value) for label, _, value in pairs)
+    done = [action for action in found.get("Done", "").split(" > ") if action and not action.startswith("visited: ")]
+    return found.get("Goal", ""), Page(found.get("Page", ""), "", found.get("Text", ""), **lists), done
+
+
+def _press(elements, text: str) -> str:
+    """The click on the element of that label; "" if there is none."""
+    label = clean(text).lower()
+    return next((str(Action("click", (e.label,))) for e in elements if e.label == label), "")
+
+
+def _quoted(goal: str) -> list[str]:
+    return [clean(text) for text in re.findall(r'"([^"]*)"', goal)]
+
+
+def _fill_in(page: Page, texts: list[str]) -> str:
+    """Types the first of the texts that is not yet in its field (fields and texts in the same order); else ""."""
+    for element, text in zip(page.inputs, texts, strict=False):
+        if element.value != clean(text)[:MAX_LABEL_CHARS]:
+            return str(Action("type", (element.label, text)))
+    return ""
+
+
+def _expert_link(goal, page, done):
+    return _press(page.links + page.buttons, _quoted(goal)[0])
+
+
+def _expert_tab(goal, page, done):
+    return _press(page.links, re.search(r"Tab #\d", goal)[0])
+
+
+def _expert_tab_2(goal, page, done):
+    tabs = [e.label for e in page.links if re.fullmatch(r"tab #\d", e.label)]
+    opened = next((a.removeprefix("click ") for a in reversed(done) if a.removeprefix("click ") in tabs), tabs[0])
+    other = tabs[(tabs.index(opened) + 1) % len(tabs)]
+    return _press([e for e in page.links if e.label not in tabs], _quoted(goal)[0]) or _press(page.links, other)
+
+
+def _expert_checkboxes(goal, page, done):
+    wanted = re.search(r"Select (.*) and click Submit", goal)[1].lower().split(", ")
+    wrong = [e for e in page.inputs if (e.label in wanted) != (e.value == "on")]
+    return str(Action("click", (wrong[0].label,))) if wrong else _press(page.buttons, "submit")
+
+
+def _expert_form(goal, page, done):
+    return _fill_in(page, _quoted(goal)) or str(Action("click", (page.buttons[0].label,)))
+
+
+def _expert_search(goal, page, done):
+    place = int(re.search(r"the (\d+)\w\w search result", goal)[1]) - 1
+    results = [e for e in page.links if not re.fullmatch(r"[<>\d]|first|last", e.label)]
+    if typed := _fill_in(page, _quoted(goal)[:1]):
+        return typed
+    if not results:
+        return _press(page.buttons, "search")
+    sheet = str(place // 3 + 1)
+    turned = next((a.removeprefix("click ") for a in reversed(done) if re.fullmatch(r"click (\d|search)", a)), "search")
+    if {"search": "1"}.get(turned, turned) != sheet:
+        return _press(page.links, sheet)
+    return str(Action("click", (results[place % 3].label,)))
+
+
+def _expert_tree(goal, page, done):
+    shut = [e for e in page.buttons if f"click {e.label}" not in done] or page.buttons
+    return _press(page.links + page.buttons, _quoted(goal)[0]) or str(Action("click", (shut[0].label,)))
+
+
+def _expert_dialog(goal, page, done):
+    return str(Action("click", (page.buttons[0].label,)))
+
+
+class MiniWob(Env):
+    """A page of MiniWoB++ (miniwob.farama.org) in headless Chromium; the state is read from its live DOM.
+
+    State: webnav's (see there), from the elements that are visible now. Folders of a tree are listed as buttons, check
+    boxes and radio buttons as inputs (`apple = on`), drop-down lists with what they offer (`size = small; or large`).
+        Goal: Switch between the tabs to find and click on the link "massa".
+        Page: click-tab-2
+        Links: tab #1 | tab #2 | tab #3 | lectus | sit
+        Done: click tab #2
+        Action:
+    Actions: click "<label>", type "<field>" "<text>" (replaces what is there), select "<field>" "<option>"; the same
+    without quotes is as good. They are carried out on the element itself, with the browser's own events.
+    Reward: 1 on success; -0.01 for an action already taken on the very same page; -0.02 for an illegal one.
+    Ends: when the page says so (success only if its raw reward is 1: some pay a little for a wrong answer), or after 3
+    fruitless actions in a row (terminated); 10 steps (truncated).
+    Pages of train, val and test come from disjoint seeds; the words are the page's own and shared.
+    expert and judge (share of the actions that are the expert's) exist for the pages in EXPERTS, else they are None.
+    A browser that dies or takes too long costs the episode: step() raises RuntimeError, the next reset starts another.
+
+    By hand (needs the browser): a wrong tab, then the right one.
+    >>> env = make_env("miniwob/click-tab")                                                         # doctest: +SKIP
+    >>> env.reset(seed=1)[0].splitlines()[:3]                                                       # doctest: +SKIP
+    ['Goal: Click on Tab #3.', 'Page: click-tab', 'Links: tab #1 | tab #2 | tab #3']
+    >>> env.step("click tab #3")[1:4]                                                               # doctest: +SKIP
+    (1.0, True, False)
+    """
+
+    EXPERTS: ClassVar[dict] = {
+        "click-button": _expert_link, "click-link": _expert_link, "click-tab": _expert_tab,
+        "click-tab-2": _expert_tab_2, "click-checkboxes": _expert_checkboxes, "enter-text": _expert_form,
+        "login-user": _expert_form, "search-engine": _expert_search, "navigate-tree": _expert_tree,
+        "click-dialog": _expert_dialog,
+    }  # fmt: skip
+    STATE_CHARS = 500
+    INSTALL = "pip install miniwob==1.1.0 (and on Debian: apt-get install chromium chromium-driver)"
+
+    name = "miniwob"
+    summary = "pages of MiniWoB++ in headless Chromium, as miniwob/click-tab-2 (optional packages)"
+    max_steps = 10
+    patience = 3
+    max_action_tokens = 24
+    goal = ""
+
+    def __init__(self, page: str, seed: int = 0, split: str = "train", **options):
+        self.name = f"miniwob/{page}"
+        super().__init__(seed, split, **options)
+        package = importlib.util.find_spec("miniwob")
+        browsers = "chromium", "chromium-browser", "google-chrome", "chrome"
+        installed = any(map(shutil.which, browsers)) and shutil.which("chromedriver")
+        if not package or not (installed or os.environ.get("MINIWOB_CHROMEDRIVER")):
+            raise ValueError(f"{self.name} needs a package and a browser: {self.INSTALL}")
+        pages = sorted(p.stem for p in Path(package.origin).parent.glob("html/miniwob/*.html"))
+        if page not in pages:
+            close = difflib.get_close_matches(page, pages, 3) or list(self.EXPERTS)[:3]
+            raise ValueError(f"unknown page {page!r} of {len(pages)} in miniwob; did you mean: {', '.join(close)}?")
+        self.page_name, self.held = page, []
+        self._abandoned = weakref.finalize(self, Browser.take_back, self.held)  # in the middle of an episode
+        self._abandoned.atexit = False
+        if page not in self.EXPERTS:
+            self.expert = self.judge = None
+
+    @property
+    def return_bounds(self):
+        return (-0.02 * self.max_steps, 1.0)
+
+    @property
+    def task(self) -> str:
+        return self.page_name
+
+    def _begin(self, rng: random.Random):
+        self.state |= {"taken": [], "over": True}  # until the browser has answered
+        self.page_seed = 3 * rng.randrange(2**28) + SPLITS.index(self.split)
+        if not self.held:
+            self.held.append(Browser.lend(self.page_name))
+        self._see(self._ask(seed=self.page_seed))
+        self.state["over"] = False
+
+    def _ask(self, **request) -> dict:
+        try:
+            return self.held[0].ask(**request)
+        except RuntimeError:
+            self.held.clear()
+            self.state["over"] = True
+            raise
+
+    def _see(self, reply: dict):
+        self.goal, self.html = clean(reply["goal"]) or self.goal, reply["html"]
+        html = f"<title>{self.page_name}</title>{self.html}"
+        self.page = html_to_state(html, self.goal, "", self.state["history"], self.STATE_CHARS)
+
+    @property
+    def cut(self) -> bool:
+        return self.page.cut
+
+    def _observe(self):
+        s = self.state
+        problem = s["error"] or ("done before" if s["repeat"] else "")
+        return render_state(self.page, self.goal, s["history"], f"{s['fruitless']} of 3, {problem}" if problem else "")
+
+    def step(self, text: str):
+        result = super().step(text)
+        if self.state["over"]:
+            Browser.take_back(self.held)
+        return result
+
+    def _act(self, text: str) -> tuple[float, bool]:
+        s, page = self.state, self.page
+        action = _parse_page_action(text, page)
+        verb, args, s["repaired"] = action
+        elements = page.links + page.buttons + page.inputs if verb == "click" else page.inputs
+        element = next((e for e in elements if e.label == clean(args[0]).lower()), None) if args else None
+        kinds = {"click": ("press", "check", "text", "select"), "type": ("text",), "select": ("select",)}
+        if element is None or element.target.partition(":")[0] not in kinds.get(verb, ()):
+            what = {"click": "link or button", "type": "text field", "select": "list"}.get(verb)
+            s["error"] = f"no such {what} here" if what else "unreadable; use click, type or select"
+            s["valid"] = False
+            return -0.02, False
+        action = Action(verb, (element.label, *args[1:]))
+        s["repaired"] = s["repaired"] or element.label != args[0]
+        s["action"] = str(action)
+        s["repeat"] = (self.html, str(action)) in s["taken"]
+        s["taken"].append((self.html, str(action)))
+        reply = self._ask(mark=int(element.target.partition(":")[2]), verb=verb, text=" ".join(args[1:]))
+        if not reply["error"]:
+            s["history"].append((page.title, str(action)))
+        self._see(reply)
+        s["error"], s["valid"] = reply["error"], not reply["error"]
+        if reply["done"]:
+            s["success"] = reply["raw"] >= 1.0
+            return float(s["success"]), True
+        return (-0.02 if s["error"] else -0.01 if s["repeat"] else 0.0), False
+
+    def expert(self) -> str:
+        """The action of a script that sees the page and the goal; None for pages without one."""
+        return self.EXPERTS[self.page_name](self.goal, self.page, [a for _, a in self.state["history"]])
+
+    def judge(self, segment) -> float:
+        """Share of the (obs, action) pairs in which the action is what the expert would do; None without an expert."""
+        right = sum(self._as_expert(obs, action) for obs, action in segment)
+        return right / max(len(segment), 1)
+
+    def _as_expert(self, obs: str, action: str) -> bool:
+        goal, page, done = read_state(obs)
+        try:
+            wanted = self.EXPERTS[self.page_name](goal, page, done)
+        except (IndexError, TypeError):  # a state that was cut, or is of another page
+            return False
+        return bool(wanted) and str(_parse_page_action(action, page)).lower() == wanted.lower()
+
+    def legal_actions(self) -> list[str]:
+        """Clicks on everything, the goal's quoted words into every text field, what each list offers."""
+        page = self.page
+        check = [e for e in page.inputs if e.target.startswith("check")]
+        actions = [Action("click", (e.label,)) for e in (*page.links, *page.buttons, *check)]
+        for e in page.inputs:
+            texts = _quoted(self.goal) or [clean(self.goal.split()[-1])] if e.target.startswith("text") else []
+            if e.target.startswith("select"):
+                texts = [t for t in re.split(r"; or |, ", e.value)[1:] if t]
+            verb = e.target.partition(":")[0].replace("text", "type")
+            actions += [Action(verb, (e.label, text)) for text in texts if text]
+        return [str(a) for a in actions] or ["click nothing"]
+
+    def key_steps(self) -> list[tuple[str, float]]:
+        return []
+
+    def save(self) -> dict:
+        raise NotImplementedError(f"{self.name}: a page in a browser cannot be saved; look-ahead needs another task")
+
+    def restore(self, saved: dict):
+        self.save()
+
+    def __deepcopy__(self, memo):
+        raise NotImplementedError(f"{self.name}: a page in a browser cannot be copied; look-ahead needs another task")
+
+
+def _parse_page_action(text: str, page: Page) -> Action:
+    """`parse_action`, and `select "<field>" "<option>"`, which reads like `type`."""
+    fields = tuple(e.label for e in page.inputs)
+    if re.match(r"\W*select\b", text, re.IGNORECASE):
+        action = parse_action(re.sub("select", "type", text, count=1, flags=re.IGNORECASE), fields)
+        return action._replace(verb="select") if action.verb == "type" else Action("")
+    return parse_action(text, fields)
+
+
+# ======================================================================================================================
+# textworld/<spec>: text adventures (optional: pip install textworld)
+# ======================================================================================================================
+
+
+class TextWorld(Env):
+    """A text adventure made by TextWorld's own generator (arXiv 1806.11532) from the task's seed, kept in a cache.
+
+    Specs: coin_collector-LEVEL (1 to 100: so many rooms in a chain; 101 to 150 with dead ends), cooking-N (a recipe of
+    1 to 3 ingredients, in one kitchen), simple (a snack for dinner, from another room). Without a number: 1.
+    State (empty lines are left out):
+        Goal: find the coin and take it
+        Room: bathroom
+        Text: error: 1 of 3, not possible here.
+        Carried: white onion (raw)
+        Recipe: white onion (roasted)                         once the cookbook was read
+        Actions: go east | go south | take coin
+        Done: visited: attic > go east > go north
+        Action:
+    Actions: any admissible command. The list leaves out those that win nothing (looking, dropping, putting, closing,
+    eating an ingredient); they are legal all the same.
+    Reward: the game's own points, over the most it pays (1 for a won game that pays once); -0.01 for a command already
+    given in the very same situation; -0.02 for an illegal one.
+    Ends: won (success), lost, 3 fruitless actions in a row (terminated); STEPS, or twice the quest and 5 (truncated).
+    Games of train, val and test come from disjoint seeds (cooking: also from disjoint food).
+    The expert reads the cookbook, then follows TextWorld's winning policy. It knows the map, which the transcript does
+    not show: there is no judge (judge is None).
+
+    By hand (needs the package):
+    >>> env = make_env("textworld/coin_collector-1")                                                # doctest: +SKIP
+    >>> env.reset(seed=0)[0].splitlines()[::2]                                                      # doctest: +SKIP
+    ['Goal: find the coin and take it', 'Actions: take coin']
+    >>> env.step("take coin")[1:4]                                                                  # doctest: +SKIP
+    (1.0, True, False)
+    """
+
+    STEPS: ClassVar[dict] = {"cooking": 20, "simple": 20}
+    LEVELS: ClassVar[dict] = {"coin_collector": 150, "cooking": 3, "simple": 1}  # highest
+    GOALS: ClassVar[dict] = {
+        "coin_collector": "find the coin and take it", "cooking": "read the cookbook, cook its recipe and eat the meal",
+    }  # fmt: skip
+    UNLISTED: ClassVar[dict] = {  # commands left out of the state's list, by challenge
+        "coin_collector": r"examine|look|inventory|drop",
+        "cooking": r"examine (?!cookbook)|take (?:cookbook|knife)|eat (?!meal)|cook meal"
+        r"|look|inventory|drop|put|insert|close",
+        "simple": r"examine|look|inventory|drop|close|lock|insert|put (?!.* on stove)",
+    }
+    INSTALL = "pip install textworld==1.7.0"
+
+    name = "textworld"
+    summary = "generated text adventures, as textworld/coin_collector-5 (optional package)"
+    patience = 3
+    max_action_tokens = 16
+    judge = None
+
+    def __init__(self, spec: str, seed: int = 0, split: str = "train", **options):
+        self.name = f"textworld/{spec}"
+        super().__init__(seed, split, **options)
+        self.challenge, dash, level = spec.partition("-")
+        highest = self.LEVELS.get(self.challenge)
+        if highest is None:
+            raise ValueError(f"unknown game {spec!r} of textworld; there are: {', '.join(self.LEVELS)} (-LEVEL)")
+        if (dash or level) and not (level.isascii() and level.isdigit() and 1 <= int(level) <= highest):
+            raise ValueError(f"textworld/{spec}: expected a level from 1 to {highest}")
+        if importlib.util.find_spec("textworld") is None:
+            raise ValueError(f"{self.name} needs a package: {self.INSTALL}")
+        self.spec, self.level = spec, int(level or 1)
+        self.max_steps = self.STEPS.get(self.challenge, 2 * ((self.level - 1) % 100 + 1) + 5)
+
+    @property
+    def return_bounds(self):
+        return (-0.02 * self.max_steps, 1.0)
+
+    @property
+    def task(self) -> str:
+        return self.spec
+
+    def _begin(self, rng: random.Random):
+        import textworld
+
+        path = self.game_file(3 * rng.randrange(2**28) + SPLITS.index(self.split))
+        infos = textworld.EnvInfos(admissible_commands=True, policy_commands=True, objective=True, max_score=True)
+        self.game_env = textworld.start(str(path), infos)
+        self.state |= {"commands": [], "taken": [], "score": 0, "read": False}
+        self._moved()
+        self.goal = self.GOALS.get(self.challenge) or clean(self.game.objective)[:200]
+
+    def game_file(self, seed: int) -> Path:
+        """The game of that seed, from the cache or made now (under a tenth of a second, the first one some seconds)."""
+        home = Path(os.environ.get("LLM_AGENT_RL_CACHE") or Path.home() / ".cache" / "llm-agent-rl")
+        path = home / "textworld" / "1.7.0" / self.spec / f"{self.split}-{seed}.json"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}.part")
+            _make_game(self.challenge, self.level, self.split, seed).save(str(part))
+            os.replace(part, path)
+        return path
+
+    def _moved(self):
+        """Plays the commands of self.state again: a game is its seed and what was done in it."""
+        self.game = self.game_env.reset()
+        for command in self.state["commands"]:
+            self.game, _, _ = self.game_env.step(command)
+
+    def _listed(self) -> list[str]:
+        """The admissible commands that the state shows."""
+        unlisted = re.compile(self.UNLISTED[self.challenge])
+        return [c for c in self.game.admissible_commands if not unlisted.match(c)]
+
+    def _carried(self) -> str:
+        """What the player holds, with what was done to food."""
+        facts, infos = self.game["_facts"], self.game.game.infos
+        held = sorted(f.arguments[0].name for f in facts if f.name == "in" and f.arguments[1].name == "I")
+        return ", ".join(infos[x].name + self._done_to(x) for x in held)
+
+    def _done_to(self, thing: str) -> str:
+        kinds = "raw", "roasted", "grilled", "fried", "burned", "sliced", "diced", "chopped"
+        found = [f.name for f in self.game["_facts"] if len(f.arguments) == 1 and f.arguments[0].name == thing]
+        return f" ({', '.join(k for k in kinds if k in found)})" if set(kinds) & set(found) else ""
+
+    def _recipe(self) -> str:
+        facts, infos = self.game["_facts"], self.game.game.infos
+        pairs = sorted((f.arguments[1].name, f.arguments[0].name) for f in facts if f.name == "base")
+        return ", ".join(infos[food].name + self._done_to(ingredient) for ingredient, food in pairs)
+
+    def _observe(self):
+        s, facts = self.state, self.game["_facts"]
+        room = next(f.arguments[1].name for f in facts if f.name == "at" and f.arguments[0].name == "P")
+        self.room = self.game.game.infos[room].name or room
+        problem = s["error"] or ("done before" if s["repeat"] else "")
+        lines = {"Goal": self.goal, "Room": self.room, "Carried": self._carried(), "Done": render_history(s["history"])}
+        lines["Text"] = f"error: {s['fruitless']} of {self.patience}, {problem}." if problem else ""
+        lines["Recipe"] = self._recipe() if s["read"] else ""
+        lines["Actions"] = " | ".join(self._listed())
+        order = "Goal", "Room", "Text", "Carried", "Recipe", "Actions", "Done"
+        return "\n".join([f"{name}: {lines[name]}" for name in order if lines[name]] + ["Action:"])
+
+    def _act(self, text: str) -> tuple[float, bool]:
+        s = self.state
+        text = text[:MAX_ACTION_CHARS]
+        command = re.sub(r"^\W*(?:action\s*:)?\W*|\W+$", "", clean(text), flags=re.IGNORECASE).lower()
+        s["repaired"] = command != text
+        if command not in self.game.admissible_commands:
+            s.update(valid=False, error="not possible here")
+            return -0.02, False
+        s["action"] = command
+        key = (self.room, self._carried(), tuple(self.game.admissible_commands), command)
+        s["repeat"] = key in s["taken"]
+        s["taken"].append(key)
+        s["history"].append((self.room, command))
+        s["commands"].append(command)
+        s["read"] = s["read"] or command == "examine cookbook"
+        self.game, score, over = self.game_env.step(command)
+        gain, s["score"] = score - s["score"], score
+        s["success"] = bool(self.game["won"])
+        return gain / self.game["max_score"] - 0.01 * s["repeat"], bool(over)
+
+    def expert(self) -> str:
+        commands = self.game.admissible_commands
+        if "examine cookbook" in commands and not self.state["read"]:
+            return "examine cookbook"
+        policy = self.game["policy_commands"]
+        return policy[0] if policy else self._listed()[0]  # no policy: the game cannot be won any more
+
+    def legal_actions(self) -> list[str]:
+        return self._listed() or ["look"]
+
+    def key_steps(self) -> list[tuple[str, float]]:
+        return []
+
+
+def _make_game(challenge: str, level: int, split: str, seed: int):
+    """A game of TextWorld's generator, the same for the same arguments.
+
+    The generator compiles every game with Inform to play its solution through (5 to 10 s); it is played from JSON here,
+    which needs no compiler and takes a tenth of a second. The generator's own files are parsed only once.
+    """
+    import textworld
+    from textworld.challenges import CHALLENGES
+    from textworld.generator.data import KnowledgeBase
+    from textworld.generator.maker import GameMaker
+
+    settings = {"level": level}
+    if challenge == "cooking":
+        food = {"train": "train", "val": "valid", "test": "test"}[split]
+        settings = dict(recipe=level, take=level, go=1, open=True, cook=True, cut=False, drop=False, split=food,
+                        recipe_seed=seed)  # fmt: skip
+    elif challenge == "simple":
+        settings = dict(rewards="dense", goal="brief", test=split == "test")
+    options = textworld.GameOptions()
+    options.seeds = seed
+
+    def save_as_json(maker, path):
+        path = str(Path(path).with_suffix(".json"))
+        maker.build().save(path)
+        return path
+
+    def play_through(maker, commands, play=GameMaker.set_walkthrough):  # cooking opens the fridge for each ingredient
+        play(maker, [c for i, c in enumerate(commands) if not c.startswith("open ") or c not in commands[:i]])
+
+    load_once = partial(_knowledge, KnowledgeBase.load)
+    with (mock.patch.object(GameMaker, "compile", save_as_json), mock.patch.object(KnowledgeBase, "load", load_once),
+          mock.patch.object(GameMaker, "set_walkthrough", play_through)):  # fmt: skip
+        return CHALLENGES[f"tw-{challenge}"][1](settings, options)
+
+
+@lru_cache
+def _knowledge(load, *args, **kwargs):
+    return load(*args, **kwargs)
+
+
+# ======================================================================================================================
+# gym/<module:Class>: your own environment
+# ======================================================================================================================
+
+
+class Own:
+    """A text environment of yours behind the protocol above. Its class needs only, as in Gymnasium,
+
+        reset(seed=) -> (text, info)
+        step(text) -> (text, reward, terminated, truncated, info), with info["success"] when the episode ends
+
+    The text is the whole prompt (end it with "Action:"). All else is optional, and used where it is there: expert(),
+    legal_actions(), judge(segment), key_steps(), progress(), return_bounds (default (-1, 1)), max_action_tokens (16),
+    max_steps (30, then the episode is truncated); info: valid (default True), cut (False), task, violation.
+    A constructor with a parameter `split` gets train, val or test; without one the seeds are kept apart instead.
+    """
+
+    name = "gym"
+    summary = "a text environment of your own, as gym/module:Class (README)"
+    return_bounds = (-1.0, 1.0)
+    max_action_tokens = 16
+    max_steps = 30
+
+    def __init__(self, cls: type, seed: int = 0, split: str = "train", **options):
+        if split not in SPLITS:
+            raise ValueError(f"unknown split {split!r}; use one of: {', '.join(SPLITS)}")
+        for method in ("reset", "step"):
+            if not callable(getattr(cls, method, None)):
+                raise ValueError(f"{getattr(cls, '__name__', cls)} is no environment: it has no {method}()")
+        takes = inspect.signature(cls).parameters
+        self.own_split = "split" in takes
+        given = {k: v for k, v in (("seed", seed), ("split", split)) if k in takes}
+        try:
+            self.env = cls(**given, **options)
+        except TypeError as error:
+            raise ValueError(f"{cls.__name__}: {error}") from None
+        self.name, self.seed, self.split, self.count, self.steps = f"gym/{cls.__name__}", int(seed), split, 0, 0
+        for attribute in ("return_bounds", "max_action_tokens", "max_steps"):
+            setattr(self, attribute, getattr(self.env, attribute, getattr(type(self), attribute)))
+
+    def __getattr__(self, attribute: str):
+        if attribute == "env" or attribute.startswith("__"):
+            raise AttributeError(attribute)  # not constructed yet (copy)
+        return getattr(self.env, attribute)
+
+    def reset(self, seed: int | None = None):
+        if seed is None:
+            seed = random.Random(f"{self.name}/{self.split}/sequence/{self.seed}/{self.count}").randrange(2**28)
+            self.count += 1
+        self.steps = 0
+        obs, info = self.env.reset(seed=seed if self.own_split else 3 * seed + SPLITS.index(self.split))
+        return str(obs), self._info(info, False)
+
+    def step(self, text: str):
+        obs, reward, terminated, truncated, info = self.env.step(text)
+        self.steps += 1
+        truncated = bool(truncated or self.steps >= self.max_steps) and not terminated
+        return str(obs), float(reward), bool(terminated), truncated, self._info(info, terminated or truncated)
+
+    def _info(self, info: dict, over: bool) -> dict:
+        if over and "success" not in info:
+            raise ValueError('step() must put info["success"] (True or False) when the episode ends')
+        return {"success": False, "valid": True, "cut": False, "task": self.name, **info}
+
+
+def _class_at(path: str) -> type:
+    """The class at `module:Class`, also of a module in the present folder. Raises ValueError in one line."""
+    module, _, name = path.partition(":")
+    if not module or not name.isidentifier():
+        raise ValueError(f"gym/{path}: expected gym/<module:Class>, for example gym/my_game:Game")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise ValueError(f"gym/{path}: {error}") from None
+    if not isinstance(found, type):
+        raise ValueError(f"gym/{path}: {module} has no class {name}")
+    return found
+
+
+# ======================================================================================================================
 # Registry and terminal play
 # ======================================================================================================================
 
 ENVS = {cls.name: cls for cls in (WebNav, GridWorld, Booking, Arithmetic, Troubleshoot, Trip)}
+FAMILIES = {cls.name: cls for cls in (MiniWob, TextWorld, Own)}  # optional: <family>/<which>
 
 
-def make_env(name: str, seed: int = 0, split: str = "train", **options) -> Env:
-    """The environment `name`. Raises ValueError with one clear line for an unknown name, split or option."""
+def make_env(name: str | type, seed: int = 0, split: str = "train", **options) -> Env | Own:
+    """The environment `name`, or one of your own class.
+
+    Raises ValueError with one clear line for an unknown name, split or option, or a package that is not installed.
+    """
+    if isinstance(name, type):
+        return Own(name, seed=seed, split=split, **options)
+    family, slash, which = name.partition("/")
+    if slash and family in FAMILIES:
+        return FAMILIES[family](_class_at(which) if family == "gym" else which, seed=seed, split=split, **options)
     if name not in ENVS:
-        raise ValueError(f"unknown environment {name!r}; there are: {', '.join(ENVS)}")
+        families = ", ".join(f"{family}/..." for family in FAMILIES)
+        raise ValueError(f"unknown environment {name!r}; there are: {', '.join(ENVS)}, {families}")
     return ENVS[name](seed=seed, split=split, **options)
 
 
@@ -2753,10 +3605,15 @@ def main(argv=None) -> int:
     parser.add_argument("name", nargs="?", help="environment to play; left out: list them")
     parser.add_argument("--split", default="train", help="train, val or test")
     parser.add_argument("--seed", type=int, default=0, help="task index")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)  # a browser's worker process
     args = parser.parse_args(argv)
+    if args.serve:
+        return serve_page(args.serve)
     if args.name is None:
         for name, cls in ENVS.items():
             print(f"{name}: {cls.summary}")
+        for name, cls in FAMILIES.items():
+            print(f"{name}/...: {cls.summary}")
         return 0
     try:
         env = make_env(args.name, split=args.split)

@@ -22,9 +22,9 @@ next one's); replayed steps keep the log-probs of the policy that sampled them.
 Environment protocol (swap the one import to use your own): env.reset(seed=task) -> obs, info; env.step(text) -> obs,
 reward, terminated, truncated, info; obs is the prompt; info["success"], info["valid"], info["cut"] are bools,
 info["violation"] (>= 0, part of the reward) a broken hard constraint; env.expert() gives a demonstration's action text;
-env.judge([(obs, action), ...]) in [0, 1] labels for --labeler rule; env.progress() is only measured against. Shapes: B
-steps or segments of a batch, T tokens of a state or steps of a segment, D hidden size, E embedding size, M members, N
-action tokens, S steps.
+env.judge([(obs, action), ...]) in [0, 1] labels for --labeler rule (without one: rewards); env.progress() is only
+measured against. Shapes: B steps or segments of a batch, T tokens of a state or steps of a segment, D hidden size, E
+embedding size, M members, N action tokens, S steps.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Args:
     warmup_epochs: int = 3  # passes over the demonstrations
     warmup_lr: float = 2e-3  # learning rate of cloning (its own cosine)
     warmup_minibatch: int = 12  # steps a cloning update (small: the number of updates matters more than their noise)
-    labeler: Literal["rule", "llm", "human", "model"] = "rule"  # env.judge, a teacher, you, the value model
+    labeler: Literal["rule", "llm", "human", "model"] = "rule"  # env.judge or rewards, a teacher, you, the value model
     teacher: Literal["local", "url"] = "local"  # of llm: the base model, adapters off, or --teacher_url
     teacher_url: str = ""  # OpenAI-compatible endpoint, https://host/v1; its key comes from TEACHER_API_KEY
     teacher_model: str = ""  # model name at the endpoint
@@ -133,6 +133,7 @@ TUNED = {  # defaults that depend on another flag; a flag given by hand always w
     ("labeler", "model"): dict(value_passes=0.7),  # the success logit is trained with the adapter alone
     ("env", "gridworld"): dict(demos=450, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
                                episodes_per_iter=80, num_envs=100, gamma=0.9),
+    ("env", "miniwob/*"): dict(num_envs=8),  # browsers: one for each environment
 }  # fmt: skip
 
 
@@ -322,7 +323,7 @@ def label_pairs(L: Learner, pairs, version: int) -> int:
 
     def ask(a, b):  # -> (y, decisive turn or None), or None
         if L.args.labeler != "model":
-            return L.ask(turns_of(a), turns_of(b))
+            return L.ask(turns_of(a), turns_of(b)) if L.ask else common.reward_label(a, b, L.args.tie_margin)
         gap = a[-1].outlook - b[-1].outlook
         return (0.5 if abs(gap) <= L.args.tie_margin else float(gap > 0)), None
 

@@ -1,6 +1,8 @@
 """Shared by the tests: markers, one torch thread, tiny models, and a reference model without common.py's tricks."""
 
+import importlib.util
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,8 +15,25 @@ sys.path.insert(0, str(ROOT))
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+OPTIONAL = {  # marker -> packages, programs (the first needed, or one of several)
+    "browser": (("miniwob",), (("chromedriver",), ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    "textworld": (("textworld",), ()),
+}
+
+
+def pytest_runtest_setup(item):
+    """Tests of optional packages are skipped, with what is missing, where these are not installed."""
+    for marker, (packages, programs) in OPTIONAL.items():
+        if item.get_closest_marker(marker):
+            missing = [name for name in packages if importlib.util.find_spec(name) is None]
+            missing += [" or ".join(names) for names in programs if not any(map(shutil.which, names))]
+            if missing:
+                pytest.skip(f"not installed: {', '.join(missing)}")
+
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "browser: real pages; needs miniwob, chromium and chromedriver")
+    config.addinivalue_line("markers", "textworld: text adventures; needs textworld")
     config.addinivalue_line("markers", "smollm2: needs the real SmolLM2-135M in the cache (4-bit, bf16; about 20 s)")
     config.addinivalue_line("markers", "e2e: whole runs of the command line (about a minute)")
 

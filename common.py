@@ -1399,7 +1399,7 @@ class Checkpoints:
         if self.p.iteration == 0:
             self.log(self.validate(evaluate, min(8, self.args.val_episodes)))  # the step-0 point of every curve
         mean, epochs = sum(len(s.trunk) for s in demos) / max(len(demos), 1), self.args.warmup_epochs * bool(demos)
-        print(f"warm-up: {self.args.demos} demonstrations, {len(demos)} steps, {mean:.0f} tokens a step")
+        print(f"warm-up: {self.args.demos or 'no'} demonstrations, {len(demos)} steps, {mean:.0f} tokens a step")
         with tqdm(total=epochs, initial=self.p.iteration, desc="warmup", unit="epoch") as bar:
             while self.p.iteration < epochs:
                 update = lambda chunk, progress: clone(self, chunk, progress)  # noqa: E731

@@ -421,7 +421,8 @@ def test_minibatches_cover_the_passes():
     assert [len(c) for c in chunks] == [4, 4, 4, 4, 4, 4, 1]
     assert sorted(flat[:10]) == steps and sorted(flat[10:20]) == steps and len(set(flat[20:])) == 5
     assert list(common.minibatches(steps, 4, 2.52, "key")) == chunks != list(common.minibatches(steps, 4, 2.5, "other"))
-    assert [len(c) for c in common.minibatches(steps, 4, 0.0, "key")] == [1]
+    assert [len(c) for c in common.minibatches(steps, 4, 0.01, "key")] == [1]
+    assert list(common.minibatches(steps, 4, 0.0, "key")) == []
 
 
 # ----------------------------------------------------------------------------------------------------------- optimiser

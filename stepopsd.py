@@ -387,7 +387,7 @@ class ValueModel:
 
     @torch.no_grad()
     def fit_head(self, steps):
-        """Least squares of V on `step.ret` of all steps at once: Σ (V - G)² + value_l2 ||w||², features of unit σ."""
+        """Least squares of V on `step.ret` of all steps: Σ (V - G)² + value_l2 ||w||², features of unit σ."""
         if not self.args.value_l2:
             return
         x = self.features(steps)  # (B, D)

@@ -158,7 +158,7 @@ class ScoreModel:
         return (self.head(self.features(steps)).softmax(-1) @ self.atoms).cpu().numpy()
 
     def fit_head(self, steps):
-        """Fit the head to `step.ret` of all steps at once: L-BFGS on (3) plus head_l2/B ||W||², on features of unit σ.
+        """Fit the head to `step.ret` of all steps at once: L-BFGS on (3) + head_l2/B ||W||², features of unit σ.
 
         Minibatches left the mean of S swinging by a tenth of its range; a full batch of stored features takes a second.
         """
@@ -642,7 +642,7 @@ def main(argv=None) -> int:
         common.fill_logprobs(token_logprobs, lm, steps, args, logp="policy", ref_logp="ref")  # π_old: ρ starts at 1
         clock.lap("logprobs")
 
-        # ---- SCORE: error on the new episodes before they are trained on (held out by time), then a pass over the ring
+        # ---- SCORE: error on the new episodes before they are trained on (held out by time), then the fit to the ring
         fill_values(L.scorer, steps)
         fill_advantages(steps, args)  # their δ are the priorities of the pass below
         mse_val, mse_constant = common.score_error(steps, p.score_constant, L.scorer.to_score)

@@ -1391,10 +1391,11 @@ class Checkpoints:
                 break
         return float(np.mean(losses))
 
-    def imitate(self, demos: list, clone, evaluate) -> bool:
+    def imitate(self, demos: list, clone, evaluate, heir: str, optimizer: Optimizer | None) -> bool:
         """Passes of `clone(self, minibatch, progress)` over the demonstrations, saved after each; False if stopped.
 
-        At the end a copy of the policy is frozen as the KL reference.
+        At the end a copy of the policy is frozen as the KL reference, and the adapter `heir`, if `optimizer` trains it,
+        starts as another: the clone reads these states already, so a score or value learns faster from there.
         """
         if self.p.iteration == 0:
             self.log(self.validate(evaluate, min(8, self.args.val_episodes)))  # the step-0 point of every curve
@@ -1413,6 +1414,9 @@ class Checkpoints:
                 if self.p.iteration < epochs:
                     self.save()
         self.lm.copy_adapter("policy", "ref")
+        if optimizer:
+            self.lm.copy_adapter("policy", heir)
+            optimizer.adopt()
         return True
 
     def begin(self, stage: str, evaluate):

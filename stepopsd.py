@@ -703,9 +703,7 @@ def clone(L: Learner, steps: list[Step], progress: float) -> float:
 def warm_up(L: Learner):
     """Stage A (article 4.2): clone the demonstrations; then freeze a copy of the policy as the KL reference."""
     demos = [Step(s, out["trunk"], out["ids"]) for s, out in common.demonstrations(L.lm, L.env, L.args)]
-    if L.imitate(demos, clone, evaluate):
-        L.lm.copy_adapter("policy", "value")  # the clone reads these states already: the value learns faster from there
-        L.value.optimizer.adopt()
+    if L.imitate(demos, clone, evaluate, "value", L.value.optimizer):
         test(L, "warmup")
         L.begin(L.args.algo, evaluate)
 

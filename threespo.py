@@ -525,13 +525,9 @@ def test(L: Learner, stage: str):
 def warm_up(L: Learner):
     """Stage A (article 4.2): clone the demonstrations; then freeze a copy of the policy as the KL reference."""
     demos = [Step(s, out["trunk"], out["ids"]) for s, out in common.demonstrations(L.lm, L.env, L.args)]
-    if not L.imitate(demos, clone, evaluate):
-        return
-    if L.scorer.optimizer:
-        L.lm.copy_adapter("policy", "score")  # the clone reads these pages already: the score learns faster from there
-        L.scorer.optimizer.adopt()
-    test(L, "warmup")
-    L.begin("bc" if L.args.algo == "bc" else "score", evaluate)
+    if L.imitate(demos, clone, evaluate, "score", L.scorer.optimizer):
+        test(L, "warmup")
+        L.begin("bc" if L.args.algo == "bc" else "score", evaluate)
 
 
 def collect_for_score(L: Learner):

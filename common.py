@@ -133,7 +133,7 @@ LIMITS = {  # (lowest, highest) value of a flag a run can use
                    "value_minibatch critic_minibatch",
     (0, math.inf): "demos target_kl score_episodes random_episodes score_epochs score_passes policy_passes kl_coef "
                    "ent_coef score_entropy head_l2 value_l2 value_passes value_warmup rm_passes rm_decay smoothness "
-                   "turn_coef kappa curiosity evaluator_passes critic_passes critic_iters imitation",
+                   "turn_coef kappa curiosity evaluator_passes critic_passes critic_l2 imitation",
     (0, 1): "gamma gae_lambda policy_lr score_lr warmup_lr demo_noise priority_alpha priority_beta rollback_drop "
             "value_lr rm_lr pos_frac augment lam critic_lr evaluator_lr imitation_quantile neg_scale",
     (0, 0.5): "tie_margin", (0, 0.9): "rm_dropout", (1, 32): "rm_ensemble votes", (0.01, 3600): "teacher_timeout",
@@ -809,6 +809,20 @@ def base_hidden(lm: LM, trunks: list[torch.Tensor], budget: int):
             yield from zip(rows, hidden.float().split([len(trunks[i]) for i in rows]), strict=True)
 
 
+def embed(lm: LM, steps, args):
+    """Mean-pooled hidden state of the bare base for the state and each micro-step, read by itself, into `Step.embeds`.
+
+    (m + 1, D) on the CPU, kept in the buffer and the checkpoint: a resumed run must not compute them in other batches.
+    """
+    spans = [[tuple(s.action[a:b]) for a, b in zip([0, *s.ends], s.ends, strict=False)] for s in steps]
+    distinct = list(dict.fromkeys(span for row in spans for span in row))  # the same thought is read once
+    trunks = [s.trunk[: len(s.state)] for s in steps] + lm.trunk([list(x) for x in distinct], args.micro_tokens)
+    pooled = {i: h.cpu().mean(0) for i, h in base_hidden(lm, trunks, args.micro_tokens)}  # (D,), over the tokens
+    place = {span: i for i, span in enumerate(distinct, len(steps))}
+    for i, (step, row) in enumerate(zip(steps, spans, strict=True)):
+        step.embeds = torch.stack([pooled[i], *(pooled[place[span]] for span in row)])
+
+
 @torch.no_grad()
 def fill_logprobs(token_logprobs, lm: LM, steps, args, **adapters: str):
     """Store log-probs by the training forward in the steps (each (n,), on the CPU); adapters: field=adapter."""
@@ -825,6 +839,17 @@ def last_hidden(lm: LM, trunks) -> torch.Tensor:
     """Final hidden state at the last real token of each of B sequences, trunks (T_i, D) -> (B, D)."""
     hidden, starts = lm.top(trunks)  # (sum T_i, D), (B,)
     return hidden[torch.as_tensor(starts + [len(h) - 1 for h in trunks], device=hidden.device)]
+
+
+def ridge(x, y, l2: float):
+    """Linear least squares with a penalty: min Σ (w z + b - y)² + l2 ||w||², z the columns of x at unit σ.
+
+    x (B, D), y (B,). Returns (w (D,) for x itself, b ()).
+    """
+    mean, sigma = x.mean(0), x.std(0, correction=0).clamp(min=1e-3)  # (D,)
+    z = (x - mean) / sigma  # (B, D)
+    w = torch.linalg.solve(z.T @ z + l2 * torch.eye(z.shape[1]).to(z), z.T @ (y - y.mean())) / sigma
+    return w, y.mean() - w @ mean
 
 
 def stored_features(lm: LM, adapter: str, steps, updates: int, micro_tokens: int) -> torch.Tensor:

@@ -461,22 +461,43 @@ class Env:
 WORDS = {
     "train": {
         "looks": (
-            "red, small, round, soft, tall, heavy, plain, vintage, purple, orange, brown, short, thick, "
-            "rough, smooth, fancy, cheap, tiny, matte, shiny, padded, hollow, sturdy, elegant, antique, "
-            "sporty, black, white, pink, large, slim, folding, wide, light, woven, classic"
+            "red, small, round, soft, tall, heavy, plain, vintage, purple, orange, brown, short, thick, rough, "
+            "smooth, fancy, cheap, tiny, matte, shiny, padded, hollow, sturdy, elegant, antique, sporty, black, "
+            "white, pink, large, slim, folding, wide, light, woven, classic, gray, beige, turquoise, crimson, "
+            "violet, ivory, long, huge, little, big, compact, flat, deep, sharp, warm, cool, fresh, dark, pale, "
+            "quiet, strong, flexible, rigid, portable, wireless, electric, manual, royal, rural, urban, nordic, "
+            "italian, french, winter, summer, spring, outdoor, indoor, travel, kids, junior, deluxe, premium, "
+            "basic, standard, mini, double, single, triple, magnetic, waterproof, dusty, glossy, polished, "
+            "painted, printed, curly, hooded, quilted, washable, foamy, sleek, stylish, cosy, lucky, happy, "
+            "gentle, noble, grand, famous, secret"
         ),
         "stuffs": (
-            "cotton, bamboo, leather, marble, birch, cedar, brass, denim, nylon, granite, stone, straw, "
-            "ceramic, fleece, canvas, ebony, jute, tin, zinc, satin, pine, copper, linen, silver, cork, "
-            "velvet, bronze, silk"
+            "cotton, bamboo, leather, marble, birch, cedar, brass, denim, nylon, granite, stone, straw, ceramic, "
+            "fleece, canvas, ebony, jute, tin, zinc, satin, pine, copper, linen, silver, cork, velvet, bronze, "
+            "silk, aluminum, titanium, platinum, carbon, crystal, pearl, amber, coral, jade, ruby, slate, quartz, "
+            "concrete, brick, mud, sand, wax, foam, gel, vinyl, acrylic, lace, tweed, suede, flannel, hemp, "
+            "sisal, wicker, rattan, willow, beech, ash, elm, teak, mahogany, spruce, poplar, hickory, cashmere, "
+            "mohair, alpaca, polyester, lycra, mesh, cardboard, horn, bone, shell, feather, fur, graphite, lead, "
+            "nickel, cobalt, porcelain, enamel, resin, latex, terracotta"
         ),
         "nouns": (
             "chair, mug, kettle, blanket, clock, mirror, pillow, candle, bottle, table, kite, hamper, bucket, "
-            "hammer, guitar, camera, carpet, curtain, plate, spoon, fork, bracelet, necklace, cabinet, "
-            "suitcase, tent, drum, doll, robot, shirt, sweater, glove, belt, pen, pencil, eraser, folder, "
-            "calendar, magnet, lantern, toaster, oven, fan, heater, speaker, keyboard, monitor, cable, "
-            "charger, bicycle, rope, saw, screwdriver, desk, vase, bowl, towel, jacket, notebook, tray, "
-            "scarf, sofa, ladder"
+            "hammer, guitar, camera, carpet, curtain, plate, spoon, fork, bracelet, necklace, cabinet, suitcase, "
+            "tent, drum, doll, robot, shirt, sweater, glove, belt, pen, pencil, eraser, folder, calendar, magnet, "
+            "lantern, toaster, oven, fan, heater, speaker, keyboard, monitor, cable, charger, bicycle, rope, saw, "
+            "screwdriver, desk, vase, bowl, towel, jacket, notebook, tray, scarf, sofa, ladder, armchair, "
+            "bookcase, dresser, wardrobe, cushion, quilt, rug, shelf, rack, hook, hanger, basket, bin, crate, "
+            "barrel, trunk, chest, safe, lock, bell, whistle, trumpet, violin, piano, harp, banjo, cello, "
+            "tambourine, microphone, headphone, radio, television, laptop, tablet, printer, scanner, router, "
+            "mouse, flashlight, bulb, socket, plug, cord, hose, pump, valve, pipe, bolt, nail, plier, drill, "
+            "chisel, shovel, rake, wheelbarrow, planter, trowel, mower, axe, anchor, canoe, paddle, surfboard, "
+            "skateboard, scooter, tricycle, sled, ski, skate, racket, bat, ball, net, dart, dice, marker, crayon, "
+            "easel, stapler, ruler, globe, map, poster, frame, album, postcard, envelope, stamp, sticker, novel, "
+            "magazine, comic, binder, pan, pot, skillet, wok, grater, peeler, whisk, ladle, tong, sieve, funnel, "
+            "corkscrew, goblet, pitcher, saucer, tumbler, napkin, apron, mitten, sock, slipper, sandal, sneaker, "
+            "loafer, coat, raincoat, vest, blouse, skirt, hoodie, cardigan, tie, bow, button, zipper, buckle, "
+            "purse, backrest, briefcase, duffel, tote, locket, earring, pendant, cufflink, timer, scale, "
+            "thermometer, telescope, microscope, binocular, tripod, projector"
         ),
         "users": (
             "anna, carla, david, emma, frank, grace, isabel, jack, karen, leo, nora, oscar, quentin, rachel, "
@@ -487,18 +508,36 @@ WORDS = {
             "garlic, basil, mint, saffron, vanilla, cocoa, tiger, otter, eagle, zebra, camel, rabbit"
         ),
         "topics": (
-            "warranty, gift cards, refunds, store hours, lost parcels, repairs, coupons, shipping costs, "
-            "password reset, account deletion, student discount, batteries, exchange, wrong item, late "
-            "delivery, contact form, business accounts, payment methods, size guide, privacy, invoices, "
-            "recycling, damaged items, complaints"
+            "warranty, gift cards, refunds, store hours, lost parcels, repairs, coupons, shipping costs, password "
+            "reset, account deletion, student discount, batteries, exchange, wrong item, late delivery, contact "
+            "form, business accounts, payment methods, size guide, privacy, invoices, recycling, damaged items, "
+            "complaints, opening hours, contact, membership, gift wrapping, gift ideas, product care, cleaning, "
+            "washing, safety, first steps, accounts, email settings, notifications, reviews policy, product "
+            "questions, stock alerts, back orders, preorder dates, large parcels, express delivery, weekend "
+            "delivery, island delivery, customs, import fees, currencies, credit cards, bank transfer, cash "
+            "payment, installments, late fees, deposits, vouchers, promo codes, bonus program, friends program, "
+            "senior discount, teacher discount, wholesale, resellers, affiliates, press kit, jobs faq, "
+            "sustainability, packaging, carbon footprint, data export, accessibility, languages, mobile app, "
+            "store finder, events, workshops, rentals, used items, color chart, fabric samples, measuring, "
+            "mounting, software updates, manuals, downloads, water damage, theft, insurance, legal notice, "
+            "imprint"
         ),
         "before": (
             "see, view, show, open, check, get, our, all, more, full, latest, quick, main, this, live, go to, "
-            "read, find, browse, current, daily, local, online, simple, good, official, your, web, best, real, any"
+            "read, find, browse, current, daily, local, online, simple, good, official, your, web, best, real, "
+            "any, discover, explore, try, use, start, begin, go, jump to, head to, load, launch, pick, choose, "
+            "select, tap, press, hit, follow, continue to, new, fast, easy, free, top, smart, super, great, nice, "
+            "happy, clean, clear, short, big, little, general, total, final, first, personal, private, shared, "
+            "global, central, express, instant, direct, secure, verified, updated, fresh, hot, popular, common, "
+            "usual, classic, original, basic, advanced"
         ),
         "after": (
             "page, info, details, tab, section, now, list, area, today, here, overview, link, menu, box, center, "
-            "zone, window, line, for you, and more, please"
+            "zone, window, line, for you, and more, please, board, desk, hub, room, view, tool, tools, bar, row, "
+            "column, entry, card, file, record, note, notes, report, summary, sum, total, index, table, grid, "
+            "map, path, route, step, steps, end, top, bottom, side, right here, online, offline, today only, this "
+            "way, for all, for free, as usual, in full, in short, on site, right away, and go, plus, pro, basic, "
+            "help desk, station, spot, place, point, stage, shelf, world"
         ),
     },
     "val": {
@@ -2148,64 +2187,125 @@ AREAS = {  # kind of log line -> its questions, in the order in which they narro
     "denied": ("users", "roles", "certificate", "clock"),
 }
 # question -> value -> wordings for train / val / test. The last value of a question (but log) is a healthy system's.
+# Training has a dozen of each: a reader has to learn what they mean. Validation and test use other words.
 ANSWERS = {
     "log": {
-        "timeout": "connection timeout, database timed out, no answer from the database"
-        " / database wait too long / database did not respond, gave up waiting for the server",
-        "memory": "out of memory, worker killed for memory, memory exhausted"
-        " / heap full and worker died / memory allocation failed, stopped as no ram was left",
-        "denied": "access denied, request not allowed, login rejected"
-        " / permission error / unauthorized request, sign-in forbidden",
+        "timeout": "connection timeout, database timed out, no answer from the database, database is not answering,"
+        " query to the database timed out, lost the server while waiting, server did not answer in time, waited # s for"
+        " the database, timeout reading from the server, database gave no reply, no response from the database"
+        " / database wait too long, timeout waiting for the database, the server gave no answer"
+        " / database did not respond, gave up waiting for the server, no database reply after # s",
+        "memory": "out of memory, worker killed for memory, memory exhausted, no memory left, memory is full, process"
+        " died of low memory, heap is full, heap allocation failed, killed as memory ran out, cannot allocate # mb,"
+        " memory limit hit, no free ram, ram is full"
+        " / heap full and worker died, memory ran out, not enough ram"
+        " / memory allocation failed, stopped as no ram was left, worker died with memory full",
+        "denied": "access denied, request not allowed, login rejected, permission denied, not permitted, user may not"
+        " do this, unauthorized user, sign-in refused, login forbidden, no right to enter, login refused, token"
+        " rejected / permission error, sign-in rejected, request refused"
+        " / unauthorized request, sign-in forbidden, access not permitted",
     },
     "connections": {
-        "full": "all # in use, # of # taken, no free slot / every slot busy / limit of # reached, # used and 0 spare",
-        "none": "none open, 0 established, not one succeeds / no session at all / zero active, every attempt fails",
-        "few": "a few in use, plenty free, a third used / most are idle / many spare, low use",
+        "full": "all # in use, # of # taken, no free slot, every one is busy, all slots used, limit of # hit, maximum"
+        " reached, none spare, no spare connection, all taken, nothing free, # used and none free"
+        " / every slot busy, all # busy, no slot free / limit of # reached, # used and 0 spare, every slot taken",
+        "none": "none open, 0 established, not one succeeds, nothing connects, zero open, every try fails, all attempts"
+        " fail, no open session, not a single one active, cannot connect, none works, 0 open"
+        " / no session at all, zero established, all fail / zero active, every attempt fails, no session open",
+        "few": "a few in use, plenty free, a third used, most are free, many idle, low use, # free, few busy, only two"
+        " taken, lots of spare slots, hardly any used, half are idle"
+        " / most are idle, few taken, plenty spare / many spare, a few busy, most slots free",
     },
     "queries": {
-        "slow": "some take # s, one scans all rows, very slow / minutes each / they crawl, far too long",
-        "fast": "all under # ms, quick, finish at once / a few ms each / done instantly, no delay",
+        "slow": "some take # s, one scans all rows, very slow, take minutes, much too long, they crawl along, one runs"
+        " for # minutes, slower than ever, wait # s each, a long scan, hang for minutes, # minutes long"
+        " / minutes each, slow ones, # s each / they crawl, far too long, one takes # minutes",
+        "fast": "all under # ms, quick, finish at once, done in # ms, instant, no waiting, very fast, few ms for each,"
+        " no delays, done in no time, # ms each, all quick"
+        " / a few ms each, very quick, all done at once / done instantly, no delay, fast as ever",
     },
     "network": {
-        "blocked": "port closed, packets dropped, traffic blocked / port filtered / a rule stops it, port shut",
-        "open": "port open, ping works, packets arrive / reachable / path is clear, route works",
+        "blocked": "port closed, packets dropped, traffic blocked, a rule blocks it, port is shut, stopped by a filter,"
+        " filtered, a rule refused it, no packet gets through, blocked on the way, closed by a rule, path is blocked"
+        " / port filtered, packets blocked, the way is closed / a rule stops it, port shut, no traffic gets through",
+        "open": "port open, ping works, packets arrive, path is open, all packets get through, route is fine, no"
+        " filter, host answers ping, traffic flows, way is clear, nothing blocked, server is reachable"
+        " / reachable, packets get through, ping is fine / path is clear, route works, port is open",
     },
     "address": {
-        "old": "an old server, a retired host, from before the move / outdated host / a former machine, not the new",
-        "right": "matches the server, correct, up to date / as it should be / current, the proper host",
+        "old": "an old server, a retired host, from before the move, an outdated entry, old host, of the former server,"
+        " no longer the right host, a machine that is gone, not the new server, wrong machine, out of date"
+        " / outdated host, old machine, the wrong server / a former machine, not the new, an old entry",
+        "right": "matches the server, correct, up to date, the right host, the new server, current, is right, the"
+        " proper server, the present machine, checked and correct, same as the server"
+        " / as it should be, right server, is correct / current entry, the proper host, the right machine",
     },
     "memory": {
-        "grows": "climbs all day, more every hour, rises without end / creeps up / keeps growing, higher day by day",
-        "jumps": "sudden peaks, leaps in seconds, spikes / abrupt surges / jumps at once, fine then bursts",
-        "flat": "low and flat, half free, stable / never moves / steady, plenty of room",
+        "grows": "climbs all day, more every hour, rises without end, grows slowly, higher every day, creeps up hour by"
+        " hour, keeps rising, goes up and up, never goes down, # mb more an hour, growing each day"
+        " / creeps up, rises all day, more each day / keeps growing, higher day by day, climbs without end",
+        "jumps": "sudden peaks, leaps in seconds, spikes, jumps up suddenly, low and then a peak, surges now and then,"
+        " sudden leaps, bursts, sharp spikes, jumps in a second, sudden bursts"
+        " / abrupt surges, spikes in seconds, sudden jumps / jumps at once, fine then bursts, sharp peaks",
+        "flat": "low and flat, half free, stable, does not move, steady, always the same, constant, enough room, calm,"
+        " flat all day, never changes"
+        " / never moves, stable all day, steady and low / flat as always, plenty of room, does not change",
     },
     "version": {
-        "new": "new since monday, updated this week, just upgraded / released yesterday / changed today, fresh release",
-        "same": "same for a year, not touched, no change / old and proven / months old, as ever",
+        "new": "new since monday, updated this week, just upgraded, changed yesterday, a fresh version, released today,"
+        " upgraded last night, new release, installed this morning, days old, a new build"
+        " / released yesterday, new today, upgraded this morning / changed today, fresh release, just updated",
+        "same": "same for a year, not touched, no change, old, unchanged, as before, months old, not new, never"
+        " updated, nothing new, last changed long ago, the old build"
+        " / old and proven, not changed, same as before / months without change, as ever, not updated",
     },
     "traffic": {
-        "high": "# times normal, flooded, far above normal / a huge rush / extremely heavy, overwhelming",
-        "usual": "as usual, ordinary, average / a typical day / nothing special, same as last week",
+        "high": "# times normal, flooded, far above normal, a flood of requests, very heavy, a great rush, way too"
+        " much, # times as many, huge, a storm of requests, much higher than usual, very high"
+        " / a huge rush, heavy flood, far too much / extremely heavy, # times more, much above normal",
+        "usual": "as usual, ordinary, average, normal, like every day, a typical week, nothing special, as always, no"
+        " rush, the usual amount, quiet, same as always"
+        " / a typical day, normal amount, nothing unusual / same as last week, as on every day, no flood",
     },
     "uploads": {
-        "huge": "files of # gb, giant videos, very large files / enormous archives / massive scans, # gb images",
-        "small": "tiny files, a few kb, short texts / small notes / little documents, only kb",
+        "huge": "files of # gb, giant videos, very large files, huge images, # gb archives, enormous files, massive"
+        " files, big videos, scans of # gb, too large, very big, giant documents"
+        " / enormous archives, big files, huge videos / massive scans, # gb images, very large videos",
+        "small": "tiny files, a few kb, short texts, small images, little files, only small files, # kb each, short"
+        " documents, tiny notes, very small, just kb, little texts"
+        " / small notes, tiny texts, few kb each / little documents, only kb, small files",
     },
     "users": {
-        "some": "only new staff, a few people, two accounts / one team / certain persons, just some",
-        "all": "everyone, all users, the whole company / every account / each person, the entire staff",
+        "some": "only new staff, a few people, two accounts, some users, just one person, certain people only, a single"
+        " team, only some, a few accounts, several persons, one group only"
+        " / one team, some accounts, a few users / certain persons, just some, only one group",
+        "all": "everyone, all users, the whole company, all staff, every user, all people, the entire company,"
+        " everybody, all of them, all accounts, all teams"
+        " / every account, the whole staff, each user / each person, the entire staff, all the company",
     },
     "roles": {
-        "missing": "none assigned, missing, left empty / not granted / absent, nobody set them",
-        "set": "all set, complete, assigned / granted / in place, given to them",
+        "missing": "none assigned, missing, left empty, not set, no role given, nobody set any, not given, empty,"
+        " nothing assigned, without any role, never set"
+        " / not granted, none set, role is missing / absent, nobody set them, not assigned",
+        "set": "all set, complete, assigned, given to all, present, granted to them, fully assigned, all there, set for"
+        " everyone, complete and correct, as they should be"
+        " / granted, all given, set and complete / in place, given to them, all assigned",
     },
     "certificate": {
-        "expired": "ended yesterday, expired, past its date / ran out / no longer valid, lapsed last week",
-        "valid": "valid for a year, good until may, in date / not yet due / months left, still fine",
+        "expired": "ended yesterday, expired, past its date, not valid any more, ran out last week, out of date, too"
+        " old, invalid since monday, over its date, expired # days ago, has run out, ended"
+        " / ran out, expired last week, past the date / no longer valid, lapsed last week, ended # days ago",
+        "valid": "valid for a year, good until may, in date, still valid, not expired, fine for months, # days left,"
+        " valid, months to go, runs until june, not over"
+        " / not yet due, good for a year, valid until june / months left, still fine, in date until may",
     },
     "clock": {
-        "wrong": "# minutes late, runs ahead, wrong by hours / off by a day / hours behind, shows last week",
-        "right": "exact, in step, right to the second / accurate / correct time, no drift",
+        "wrong": "# minutes late, runs ahead, wrong by hours, an hour behind, shows yesterday, off by # minutes, too"
+        " fast, too slow, shows the wrong day, a day ahead, not in step, minutes ahead"
+        " / off by a day, # minutes behind, wrong day / hours behind, shows last week, runs too late",
+        "right": "exact, in step, right to the second, correct, on time, shows the right time, no drift seen, in sync,"
+        " precise, correct to the second, keeps time"
+        " / accurate, exact to the second, right on time / correct time, no drift, is in step",
     },
 }
 ANSWERS = {  # question -> value -> split -> wordings
@@ -2216,13 +2316,15 @@ ANSWERS = {  # question -> value -> split -> wordings
     for question, values in ANSWERS.items()
 }
 PRODUCTS = {
-    "train": "kite shop, atlas mail, ruby bank, delta cloud, lotus wiki, pixel forum, cobra chat, amber store",
+    "train": "kite shop, atlas mail, ruby bank, delta cloud, lotus wiki, pixel forum, cobra chat, amber store, nova "
+    "radio, comet tickets, harbor maps, cobalt school, raven press, summit hotel, ember taxi, willow clinic",
     "val": "zebra news, maple desk",
     "test": "orion travel, falcon games, tulip health, cedar music",
 }
 PRODUCTS = {split: names.split(", ") for split, names in PRODUCTS.items()}
 SYMPTOMS = {  # every cause shows any of them: the symptom alone decides nothing
-    "train": "pages do not load, orders fail, users see an error, reports stay empty, the app is down",
+    "train": "pages do not load, orders fail, users see an error, reports stay empty, the app is down, every page "
+    "hangs, lists are empty, nothing is sent, the site is gone, forms fail",
     "val": "the screen is blank, forms hang",
     "test": "nothing opens, saving fails, it stopped working, people complain",
 }

@@ -81,10 +81,10 @@ class Args:
     evaluator_passes: float = 4.0  # passes of the evaluator over the buffer an iteration
     imitation: float = 0.1  # β of (6) at the start, falls to 0 over the run (article 2.3)
     imitation_quantile: float = 0.2  # best share of the steps of successful episodes that is imitated
-    critic_iters: int = 1  # first iterations that train critic and evaluator alone
-    critic_lr: float = 6e-4  # learning rate of the value adapter and head
-    critic_minibatch: int = 16  # turns a critic update
-    critic_passes: float = 1.0  # passes of the critic over the fresh turns an iteration
+    critic_l2: float = 2000.0  # weight of ||w||² in the least squares of the value head, fitted to the whole buffer
+    critic_passes: float = 0.0  # instead: gradient passes of adapter and head over the fresh turns an iteration
+    critic_lr: float = 6e-4  # their learning rate
+    critic_minibatch: int = 16  # turns a gradient update
     gamma: float = 0.95  # discount a turn
     gae_lambda: float = 0.95  # λ of (5), a micro-step
     adv_clip: float = 2.0  # advantages are normalised, then clipped to this
@@ -97,15 +97,15 @@ class Args:
     kl_coef: float = 0.01  # weight of k3(π || π_ref)
     ent_coef: float = 0.001  # weight of the entropy bonus
     target_kl: float = 0.1  # stop the passes, without taking the step, above this approx KL(π_old || π)
-    temperature: float = 0.8  # sampling temperature while training; log-probs are taken at it
+    temperature: float = 1.0  # sampling temperature while training; log-probs are taken at it
     replay_iters: int = 3  # iterations kept in the buffer, for evaluator and imitation
 
 
 TUNED = {  # defaults that depend on another flag; a flag given by hand always wins
     ("preset", "quick"): dict(total_env_steps=300, demos=40, episodes_per_iter=16, num_envs=24, val_episodes=8,
                               eval_episodes=24),
-    ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", critic_lr=1e-3, policy_lr=2e-4,
-                            micro_tokens=8192),
+    ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", critic_passes=1.0, critic_lr=1e-3,
+                            policy_lr=2e-4, micro_tokens=8192),
     ("env", "gridworld"): dict(demos=450, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
                                episodes_per_iter=80, num_envs=100, gamma=0.9),
     ("env", "miniwob/*"): dict(num_envs=8),  # browsers: one for each environment
@@ -267,20 +267,6 @@ class StepEvaluator(torch.nn.Module):
         return float(np.mean((values - targets) ** 2)), float(np.mean((constant - targets) ** 2))
 
 
-def embed(lm: LM, steps: list[Step], args):
-    """Mean-pooled hidden state of the bare base for the state and each micro-step, read by itself, into `Step.embeds`.
-
-    (m + 1, D) on the CPU, kept in the buffer and the checkpoint: a resumed run must not compute them in other batches.
-    """
-    spans = [[tuple(s.action[a:b]) for a, b in zip([0, *s.ends], s.ends, strict=False)] for s in steps]
-    distinct = list(dict.fromkeys(span for row in spans for span in row))  # the same thought is read once
-    trunks = [s.trunk[: len(s.state)] for s in steps] + lm.trunk([list(x) for x in distinct], args.micro_tokens)
-    pooled = {i: h.cpu().mean(0) for i, h in common.base_hidden(lm, trunks, args.micro_tokens)}  # (D,), over the tokens
-    place = {span: i for i, span in enumerate(distinct, len(steps))}
-    for i, (step, row) in enumerate(zip(steps, spans, strict=True)):
-        step.embeds = torch.stack([pooled[i], *(pooled[place[span]] for span in row)])
-
-
 def fill_knowledge(lm: LM, episode: list[Step], key_steps, scale: float):
     """kb of (4): a key step's share of the task's weight goes to the micro-step that takes it.
 
@@ -329,11 +315,11 @@ class Critic:
 
     to_score = StepEvaluator.to_score
 
-    def read(self, steps: list[Step]) -> torch.Tensor:
-        """Scores before all the micro-steps of B turns, laid end to end (M,). Call with adapter `value` active."""
+    def features(self, steps: list[Step]) -> torch.Tensor:
+        """The head's inputs before all micro-steps of B turns, end to end (M, D). Call with adapter `value` active."""
         hidden, starts = self.lm.top([s.trunk for s in steps])  # (sum (T_i + n_i - 1), D), (B,)
         places = [i + len(s.state) - 1 + e for i, s in zip(starts, steps, strict=True) for e in (0, *s.ends[:-1])]
-        return self.head(hidden[torch.as_tensor(places, device=hidden.device)].float())[:, 0]
+        return hidden[torch.as_tensor(places, device=hidden.device)].float()
 
     @torch.no_grad()
     def values(self, steps: list[Step]) -> list[list[float]]:
@@ -341,11 +327,24 @@ class Critic:
         out = [[]] * len(steps)
         with self.lm.adapter("value"):
             for rows in token_batches([len(s.trunk) for s in steps], self.args.micro_tokens):
-                scores = self.read([steps[i] for i in rows])  # (M,)
-                values = self.low + (scores.double().cpu() + 1) / 2 * (self.high - self.low)
-                for i, part in zip(rows, values.split([max(1, len(steps[i].ends)) for i in rows]), strict=True):
-                    out[i] = part.tolist()
+                read = self.features([steps[i] for i in rows])  # (M, D)
+                values = self.low + (self.head(read)[:, 0].double().cpu() + 1) / 2 * (self.high - self.low)
+                sizes = [max(1, len(steps[i].ends)) for i in rows]
+                for i, v, x in zip(rows, values.split(sizes), read.cpu().split(sizes), strict=True):
+                    out[i], steps[i].read = v.tolist(), x.clone()
         return out
+
+    @torch.no_grad()
+    def fit_head(self, steps: list[Step]) -> float:
+        """Least squares for the head alone: Σ (score - target)² + critic_l2 ||w||² over all micro-steps of the turns.
+
+        The adapter stays the clone's copy, so `Step.read` of older turns holds. Returns the mean squared error.
+        """
+        x = torch.cat([s.read for s in steps]).to(self.lm.device)  # (M, D)
+        y = torch.as_tensor(self.to_score([g for s in steps for g in s.targets])).to(x)  # (M,)
+        self.head.weight[0], self.head.bias[0] = common.ridge(x, y, self.args.critic_l2)
+        self.optimizer.adopt()
+        return float((self.head(x)[:, 0] - y).square().mean())
 
     def update(self, steps: list[Step], progress: float) -> float:
         """One optimiser step on the squared error of the scores against `Step.targets`, mean over micro-steps."""
@@ -354,7 +353,8 @@ class Critic:
             for rows in token_batches([len(s.trunk) for s in steps], self.args.micro_tokens):
                 targets = self.to_score([g for i in rows for g in steps[i].targets])  # (M,)
                 targets = torch.as_tensor(targets, dtype=torch.float32, device=self.lm.device)
-                loss = (self.read([steps[i] for i in rows]) - targets).square().sum() / count
+                scores = self.head(self.features([steps[i] for i in rows]))[:, 0]  # (M,)
+                loss = (scores - targets).square().sum() / count
                 loss.backward()
                 total += float(loss.detach())
             self.optimizer.step(progress)
@@ -415,6 +415,7 @@ class Step(common.Transition):
     knowledge: list[float] = field(default_factory=list)  # (m,) kb
     credits: list[float] = field(default_factory=list)  # (m,) r_step; the action's is for the report alone
     values: list[float] = field(default_factory=list)  # (m,) V before each micro-step
+    read: torch.Tensor | None = None  # (m, D) what V was read from
     advantages: list[float] = field(default_factory=list)  # (m,) A_j, normalised and clipped
     targets: list[float] = field(default_factory=list)  # (m,) A_j + V_j, the critic's target
 
@@ -694,7 +695,7 @@ def augment(L: Learner, episodes: list[list[Step]], traces: list[dict]) -> dict:
             fill_knowledge(L.lm, episode, pool.key_steps(trace["task"]), scale)
     steps = [s for e in episodes for s in e]
     if args.augment:
-        embed(L.lm, steps, args)
+        common.embed(L.lm, steps, args)
     return {f"steps/{k}": kinds[k] / len(steps) for k in ("think", "unnumbered", "cut_off", "rules", "whole", "empty")
             } | {"steps/per_turn": float(np.mean([len(s.ends) for s in steps]))}  # fmt: skip
 
@@ -766,12 +767,11 @@ def main(argv=None) -> int:
         advantages = fill_advantages(steps, args)
 
         # ---- UPDATE: PPO with imitation, then critic and evaluator for the next iteration
-        logs = {}
-        if version > args.critic_iters:
-            logs = update_policy(lm, L.policy, L.replay, version, args, progress, stop)
+        logs = update_policy(lm, L.policy, L.replay, version, args, progress, stop)
         clock.lap("policy")
         chunks = common.minibatches(steps, args.critic_minibatch, args.critic_passes, args.seed, "critic", version)
-        mse_train = float(np.mean([L.scorer.update(chunk, progress) for chunk in chunks] or [0.0]))
+        fitted = [L.scorer.update(chunk, progress) for chunk in chunks] or [L.scorer.fit_head(L.replay.steps)]
+        mse_train = float(np.mean(fitted))
         clock.lap("critic")
         chunks = common.minibatches(L.replay.steps, 32, args.evaluator_passes, args.seed, "evaluator", version)
         fitted = [L.evaluator.update(chunk, progress) for chunk in (chunks if args.augment else ())]

@@ -392,10 +392,7 @@ class ValueModel:
             return
         x = self.features(steps)  # (B, D)
         y = torch.tensor([s.ret for s in steps], device=x.device)  # (B,)
-        mean, sigma = x.mean(0), x.std(0, correction=0).clamp(min=1e-3)  # (D,)
-        z = (x - mean) / sigma  # (B, D)
-        w = torch.linalg.solve(z.T @ z + self.args.value_l2 * torch.eye(z.shape[1]).to(z), z.T @ (y - y.mean())) / sigma
-        self.head.weight[0], self.head.bias[0] = w, y.mean() - w @ mean
+        self.head.weight[0], self.head.bias[0] = common.ridge(x, y, self.args.value_l2)
         self.optimizer.adopt()
 
     def update(self, steps, progress) -> float:

@@ -1295,19 +1295,44 @@ BOOKING_WORDS = {
     "train": {
         "cities": (
             "paris, london, rome, berlin, vienna, madrid, dublin, prague, milan, warsaw, munich, boston, chicago, "
-            "denver, dallas, miami, seattle, toronto, tokyo, delhi, cairo, lima, moscow, amsterdam"
+            "denver, dallas, miami, seattle, toronto, tokyo, delhi, cairo, lima, moscow, amsterdam, oxford, "
+            "bristol, glasgow, lyon, nice, bordeaux, florence, venice, pisa, turin, zurich, basel, cologne, "
+            "leipzig, dresden, krakow, gdansk, sofia, bucharest, belgrade, tallinn, riga, helsinki, bergen, "
+            "malmo, porto, seville, valencia, houston, phoenix, atlanta, detroit, portland, orlando, ottawa, "
+            "calgary, quebec, bogota, quito, santiago, nairobi, lagos, tunis, dubai, mumbai, jakarta, seoul, "
+            "osaka, perth, auckland"
         ),
         "people": "frank, grace, jack, anna, david, emma, leo, maria, peter, rosa, simon, walter",
         "companies": (
-            "silver, river, mountain, ocean, forest, lake, star, moon, cloud, storm, snow, stone, eagle, tiger, lion, "
-            "wolf, fox, coral, amber, crystal, rose, lily, cedar, maple, pine, palm, north, west, central, royal, "
-            "castle, tower, bridge, island, valley, sunset, comet, arrow, compass, blue, green, white, grand, global, "
-            "alpine, delta, alpha, omega, union, metro, urban, atlas, mercury, prairie, spring, copper, velvet"
+            "silver, river, mountain, ocean, forest, lake, star, moon, cloud, storm, snow, stone, eagle, tiger, "
+            "lion, wolf, fox, coral, amber, crystal, rose, lily, cedar, maple, pine, palm, north, west, central, "
+            "royal, castle, tower, bridge, island, valley, sunset, comet, arrow, compass, blue, green, white, "
+            "grand, global, alpine, delta, alpha, omega, union, metro, urban, atlas, mercury, prairie, spring, "
+            "copper, velvet, jaguar, panther, leopard, badger, otter, beaver, falconer, raven, robin, swan, "
+            "heron, pelican, salmon, whale, shark, turtle, zebra, camel, horse, mustang, bison, moose, elk, "
+            "beetle, butterfly, spider, orchid, tulip, daisy, violet, jasmine, lavender, birch, elm, ash, "
+            "willowtree, bamboo, cactus, clover, ivy, peach, lemon, cherry, mango, apple, berry, honey, pepper, "
+            "ginger, vanilla, ruby, emerald, sapphire, topaz, opal, quartz, granite, marble, cobalt, nickel, "
+            "titan, steel, zinc, neon, laser, pixel, matrix, vector, orbit, galaxy, nova, lunar, solar, polar, "
+            "tropic, desertrose, coast, harborview, bay, peak, ridge, cliff, glacier, volcano, canal, fountain, "
+            "market, temple, palace, abbey, chapel, bell, lantern, candle, mirror, ribbon, feather, pilot, "
+            "captain, sailor, pioneer, ranger, knight, prince, queen, duke, baron, wizard, legend, fable, saga, "
+            "echo, melody, rhythm, tango, opera, theater, gallery, museum"
         ),
         "months": "january, march, may, june, august, december",
-        "flight": "window, aisle, meal, blanket",
-        "hotel": "breakfast, pool, gym, balcony, desk",
-        "car": "electric, automatic, diesel, hybrid",
+        "flight": (
+            "window, aisle, meal, blanket, pillow, movie, music, wifi, exit, upgrade, lounge, vegan, coffee, tea, "
+            "water, socket, legroom, corner, left, right, back, priority, headset, magazine, juice"
+        ),
+        "hotel": (
+            "breakfast, pool, gym, balcony, desk, beach, bar, restaurant, elevator, fireplace, safe, fridge, "
+            "television, bathtub, shower, laundry, library, playground, rooftop, downtown, lakeside, massage, "
+            "tennis, golf, piano"
+        ),
+        "car": (
+            "electric, automatic, diesel, hybrid, petrol, gps, sport, van, pickup, family, luxury, small, camera, "
+            "heater, trailer, sunroof, bluetooth, convertible, limousine, minibus, chains, rack, wagon, new, fast"
+        ),
     },
     "val": {
         "cities": "lisbon, athens, austin, montreal, manila, bangkok",

@@ -3246,6 +3246,7 @@ class MiniWob(Env):
     summary = "pages of MiniWoB++ in headless Chromium, as miniwob/click-tab-2 (optional packages)"
     max_steps = 10
     patience = 3
+    most_envs = Browser.MOST - 2  # at once, in training: one plays demonstrations, one is replaced
     max_action_tokens = 24
     goal = ""
 

@@ -9,6 +9,7 @@ Shapes: B batch, T tokens, D hidden size, V vocabulary, N flat action tokens of 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import hashlib
@@ -2411,8 +2412,57 @@ def finish_run(run: Run, args, p: Progress, sections: dict[str, list[str]]):
     print("\n".join(["", *rows, "", *health, *paths]))
 
 
+def estimate_memory(config, adapters: int = 3, rank: int = 16, states: int = 16, tokens: int = 512, micro: int = 1024):
+    """{part: bytes} of a run on a GPU, by arithmetic from a model's configuration: NF4 base, LoRA on the upper half.
+
+    adapters: copies of the LoRA weights, all but `ref` trained; states: sampled together; tokens: of a state with its
+    answer; micro: tokens of a training pass. Not counted: the CUDA context and the allocator's gaps.
+    """
+    d, wide, layers, vocab = (config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size)
+    heads = config.num_attention_heads
+    kv = d // heads * (getattr(config, "num_key_value_heads", None) or heads)
+    upper = layers - layers // 2
+    matrices = 2 * d * d + 2 * d * kv + 3 * d * wide  # weights of one layer: q, o; k, v; gate, up, down
+    lora = rank * upper * (4 * d + 2 * (d + kv) + 3 * (d + wide))  # (in + out) x rank of each of the seven
+    inside = 2 * (8 * d + 2 * kv + 4 * wide)  # bytes a token keeps in one layer for the backward pass
+    whole = micro * upper * inside
+    saved = micro * (upper * 2 * d + inside)  # with --gradient_checkpointing: the inputs of all, the inside of one
+    return {
+        "4-bit matrices": layers * matrices * 0.516,  # 4 bits, and a scale for every 64 weights, itself in 8 bits
+        "embeddings, bf16": vocab * d * 2 * (1 if config.tie_word_embeddings else 2),
+        "adapters": lora * 2 * adapters,
+        "fp32 masters, moments, gradients": lora * 14 * (adapters - 1),
+        "KV cache while sampling": states * tokens * layers * 2 * kv * 2,
+        "logits of 128 action tokens": 128 * vocab * 4 * 4,
+        "activations": whole,
+        "activations, checkpointed": saved,
+    }
+
+
+def memory_report(name: str) -> list[str]:
+    """Markdown table of `estimate_memory` for a hub id or a local path. Raises UserError where it cannot be had."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(smollm2_path() if name in ("smollm2", "auto") else name)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--memory {name}: {str(error).strip().splitlines()[0]}") from None
+    parts = estimate_memory(config)
+    plain = sum(v for k, v in parts.items() if k != "activations, checkpointed")
+    saved = sum(v for k, v in parts.items() if k != "activations")
+    rows = [[k, f"{v / 2**30:.2f} GiB"] for k, v in parts.items()]
+    rows += [["together", f"{plain / 2**30:.2f} GiB"],
+             ["together, with --gradient_checkpointing", f"{saved / 2**30:.2f} GiB"]]  # fmt: skip
+    return table([f"{name} (estimated)", "GPU memory"], rows)
+
+
 def doctor():
-    """Print what this machine can run."""
+    """Print what this machine can run; with --memory MODEL what a run of that model would take on a GPU."""
+    parser = argparse.ArgumentParser(description="What this machine can run, or what a model would take.")
+    parser.add_argument("--memory", default="", metavar="MODEL", help="a hub id, a local path or smollm2")
+    if name := parser.parse_args().memory:
+        print("\n".join(memory_report(name)))
+        return
     print(f"versions     {versions()}")
     gpu = torch.cuda.is_available()
     print(f"device       {resolve_device('auto')}" + (f" ({torch.cuda.get_device_name()})" if gpu else ""))

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+import types
 from dataclasses import dataclass
 
 import numpy as np
@@ -929,3 +930,16 @@ def test_common_does_not_import_the_environments():
             assert all(a.name != "envs" for a in node.names)
         if isinstance(node, ast.ImportFrom):
             assert node.module != "envs"
+
+
+def test_estimated_memory_by_hand():
+    config = types.SimpleNamespace(hidden_size=4, intermediate_size=8, num_hidden_layers=2, vocab_size=10,
+                                   num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False)  # fmt: skip
+    parts = common.estimate_memory(config, adapters=3, rank=2, states=5, tokens=7, micro=11)
+    # q, o 4 x 4; k, v 4 x 2; gate, up, down 4 x 8
+    assert parts["4-bit matrices"] == pytest.approx(2 * (2 * 16 + 2 * 8 + 3 * 32) * 0.516)
+    assert parts["embeddings, bf16"] == 2 * 10 * 4 * 2
+    lora = 2 * (2 * (4 + 4) + 2 * (4 + 2) + 3 * (4 + 8))  # one adapted layer, rank 2
+    assert parts["adapters"] == 3 * 2 * lora and parts["fp32 masters, moments, gradients"] == 2 * 14 * lora
+    assert parts["KV cache while sampling"] == 5 * 7 * 2 * 2 * 2 * 2  # states, tokens, layers, k and v, width, bytes
+    assert parts["activations, checkpointed"] < parts["activations"] + 11 * 2 * 4

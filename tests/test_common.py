@@ -942,4 +942,4 @@ def test_estimated_memory_by_hand():
     lora = 2 * (2 * (4 + 4) + 2 * (4 + 2) + 3 * (4 + 8))  # one adapted layer, rank 2
     assert parts["adapters"] == 3 * 2 * lora and parts["fp32 masters, moments, gradients"] == 2 * 14 * lora
     assert parts["KV cache while sampling"] == 5 * 7 * 2 * 2 * 2 * 2  # states, tokens, layers, k and v, width, bytes
-    assert parts["activations, checkpointed"] < parts["activations"] + 11 * 2 * 4
+    assert parts["activations, checkpointed"] == parts["activations"] + 11 * 2 * 4  # of one layer: nothing is saved

@@ -1743,11 +1743,11 @@ def parse_verdict(reply: str):
 
     None where no line, or lines that differ, hold an answer: a sentence that begins with the article A is none.
     """
-    line = r"^\W*(?:(?:final )?(?:answer|verdict|better)\W+)?(A|B|TIE)\W*(?:turn\W*\d+\W*)?$"
+    line = r"^[^\w\n]*(?:(?:final )?(?:answer|verdict|better)\W+)?(A|B|TIE)\W*(?:turn\W*\d+\W*)?$"  # linear in time
     answers = re.findall(line, reply, re.I | re.M)
     if len({a.upper() for a in answers}) != 1:
         return None
-    turns = set(re.findall(r"\bturn\W*(\d+)", reply, re.I))
+    turns = set(re.findall(r"\bturn\W*(\d{1,9})", reply, re.I))
     turn = int(turns.pop()) - 1 if len(turns) == 1 else None
     p = {"A": 1.0, "B": 0.0, "TIE": 0.5}[answers[0].upper()]
     return p, turn if turn is not None and turn >= 0 and p != 0.5 else None

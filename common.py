@@ -171,7 +171,7 @@ def run_main(main):
         print("stopped at once; the last checkpoint is intact", file=sys.stderr)
         sys.exit(130)
     except OSError as error:
-        if error.errno not in (28, 30, 13, 122):  # no space, read-only, permission, quota
+        if error.errno not in (28, 30, 13, 122, 5, 20, 36):  # no space, read-only, permission, quota, I/O, bad paths
             raise
         print(f"error: cannot write {error.filename or 'the run folder'}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
@@ -975,15 +975,22 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def save_checkpoint(folder: Path, tensors: dict, state: dict):
-    """Write `folder` (tensors.safetensors + state.json with its sha256); the one before stays as `<folder>.prev`."""
+    """Write `folder` (tensors.safetensors + state.json with the sha256 of both); the one before stays as
+    `<folder>.prev`. Raises OSError where it cannot be written."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".prev")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    save_file({k: t.detach().to("cpu").contiguous() for k, t in tensors.items()}, new / "tensors.safetensors")
-    state = {**state, "sha256": file_sha256(new / "tensors.safetensors")}
-    write_atomic(new / "state.json", json.dumps(state))
+    try:
+        save_file({k: t.detach().to("cpu").contiguous() for k, t in tensors.items()}, new / "tensors.safetensors")
+    except SafetensorError as error:  # a full disk arrives as text
+        if not (found := re.search(r"os error (\d+)", str(error))):
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(new / "tensors.safetensors")) from None
+    text = json.dumps(state | {"sha256": file_sha256(new / "tensors.safetensors")})
+    write_atomic(new / "state.json", f'{text[:-1]}, "state_sha256": "{text_sha256(text)}"}}')
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         os.replace(folder, old)
@@ -1001,6 +1008,9 @@ def load_checkpoint(folder: Path) -> tuple[dict, dict]:
     for path in (folder, folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".prev")):
         try:
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+            own = state.pop("state_sha256", None)  # checkpoints of earlier versions have none
+            if own not in (None, text_sha256(json.dumps(state))):
+                raise ValueError("checksum of state.json differs: the file is damaged")
             if file_sha256(path / "tensors.safetensors") != state.pop("sha256"):
                 raise ValueError("checksum differs: the file is damaged")
             if problems:
@@ -1009,6 +1019,10 @@ def load_checkpoint(folder: Path) -> tuple[dict, dict]:
         except (OSError, ValueError, KeyError) as error:
             problems.append(f"{path}: {error}")
     raise UserError(f"no usable checkpoint: {problems[0]}")
+
+
+def text_sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str:
@@ -1042,7 +1056,13 @@ class Run:
     def episodes(self, rows: list[dict]):
         self._append("episodes.jsonl", rows)
 
+    def check(self):
+        """Raises UserError when somebody removed the run folder under the run: nothing would be left of it."""
+        if not (self.folder / "config.json").exists():
+            raise UserError(f"the run folder {self.folder} was removed while the run was going on")
+
     def _append(self, name, rows):
+        self.check()
         with open(self.folder / name, "a", encoding="utf-8", newline="\n") as file:
             file.write("".join(json.dumps(r) + "\n" for r in rows))
 
@@ -1468,6 +1488,7 @@ class Checkpoints:
 
     def save(self, name: str = "last"):
         """Write checkpoints/<name>; the ring goes into `last` alone."""
+        self.run.check()
         self.p.wall_s, self.started = self.wall_s(), time.time()
         tensors, numbers, rows = {f"ref.{k}": v for k, v in self.lm.params("ref").items()}, {}, []
         for key, optimizer in self.optimizers.items():

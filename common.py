@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import http.client
 import inspect
@@ -40,6 +41,10 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RL_FLOOR = 0.5  # share of its rate at which the cosine of an RL stage ends: at a tenth the policy stood still too early
 MAX_BAD_STEPS = 5  # non-finite updates in a row before a run stops
+STEP_SECONDS, RESET_SECONDS = 90.0, 400.0  # what an environment may take (a browser's own limits are 60 and 300)
+MAX_EPISODE_STEPS = 1000  # an episode that goes on is taken for endless
+MAX_REWARD = 1e6  # a larger one is a mistake: squared, it would overflow the losses
+MAX_STATE_CHARS = 16 * 4096  # kept of a state, its head and its tail: all that `encode_prompt` ever reads
 
 
 class UserError(Exception):
@@ -854,18 +859,34 @@ def demonstrations(lm: LM, env, args) -> list[tuple[list[int], dict]]:
     With probability `demo_noise` some action seen before is carried out in place of the expert's, legal here or not;
     the step still teaches what the expert would do (noise injection, DART, arXiv 1703.09327): demonstrations without
     mistakes never show how to recover from one, and their clone repeats its first illegal action to the end.
+    An episode whose environment raises is left out; UserError: ten in a row, or all of them.
     """
     states, texts = [], []
     rng = rng_for(args.seed, "demonstrations")
-    for task in range(args.demos):
-        obs, _ = env.reset(seed=10**6 + task)  # tasks no rollout uses
-        done = False
-        while not done:
-            states.append(lm.encode_prompt(obs, env.max_action_tokens)[0])
-            texts.append(env.expert())
-            slip = rng.random() < args.demo_noise
-            obs, _, terminated, truncated, _ = env.step(texts[rng.integers(len(texts))] if slip else texts[-1])
-            done = terminated or truncated
+    pool = EnvPool(lambda *_, **__: env, args, "train")
+
+    def play(task):
+        first = len(texts)
+        try:
+            obs, _ = env.reset(seed=task)
+            for _ in range(MAX_EPISODE_STEPS):
+                prompt, text = lm.encode_prompt(str(obs), env.max_action_tokens)[0], str(env.expert())
+                states.append(prompt)
+                texts.append(text)
+                slip = rng.random() < args.demo_noise
+                obs, _, terminated, truncated, _ = env.step(texts[rng.integers(len(texts))] if slip else texts[-1])
+                if terminated or truncated:
+                    pool.in_a_row = 0
+                    return
+            raise ValueError(f"no end after {MAX_EPISODE_STEPS} steps")
+        except BaseException:
+            del states[first:], texts[first:]
+            raise
+
+    for task in range(10**6, 10**6 + args.demos):  # tasks no rollout uses
+        pool.attempt(task, functools.partial(play, task), RESET_SECONDS)
+    if args.demos and not states:
+        raise UserError(f"every one of {args.demos} demonstrations was dropped: the environment {args.env} fails")
     return list(zip(states, demonstrated(lm, states, texts), strict=True)) if states else []
 
 
@@ -1159,8 +1180,39 @@ def peak_memory() -> dict:
 
 
 # --------------------------------------------------------------------------------------- what the stages of a run share
+@contextlib.contextmanager
+def time_limit(seconds: float):
+    """TimeoutError in a block that takes longer, and again after as long should somebody swallow it.
+
+    Python code and system calls are interrupted; outside the main thread, or without alarms, there is no limit.
+    """
+    import signal
+    import threading
+
+    def late(*_):
+        raise TimeoutError(f"no answer in {seconds:g} s")
+
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+
+
+def bounded(text) -> str:
+    """Head and tail of an absurdly long state: it goes into logs, the ring and every checkpoint."""
+    text, half = str(text), MAX_STATE_CHARS // 2
+    return text if len(text) <= MAX_STATE_CHARS else f"{text[:half]}\n...\n{text[-half:]}"
+
+
 class EnvPool:
-    """Environments in lockstep. Whatever a user's environment raises costs that episode, not the run.
+    """Environments in lockstep. Whatever a user's environment raises costs that episode, not the run; so do a call
+    that hangs, an episode that does not end and a reward that is no sensible number.
 
     random: ask for the legal actions too; bar: a tqdm bar of finished episodes. `stats` counts steps, episodes,
     successes and what went wrong; ten errors in a row are a UserError.
@@ -1171,10 +1223,11 @@ class EnvPool:
         self.name, self.split, self.random, self.bar = args.env, split, random, bar
         self.free, self.finished, self.stats, self.in_a_row = [], {}, Counter(), 0
 
-    def attempt(self, task, call):
-        """`call()`, or None if it raised: the episode is dropped and counted."""
+    def attempt(self, task, call, seconds: float):
+        """`call()`, or None if it raised or took longer: the episode is dropped and counted."""
         try:
-            return call()
+            with time_limit(seconds):
+                return call()
         except Exception as error:
             self.stats["env_errors"] += 1
             self.in_a_row += 1
@@ -1190,11 +1243,11 @@ class EnvPool:
         def reset():
             env = self.free.pop() if self.free else self.make()
             obs, info = env.reset(seed=task)
-            episode = SimpleNamespace(task=task, env=env, obs=str(obs), info=info, steps=[], rows=[], alive=True)
+            episode = SimpleNamespace(task=task, env=env, obs=bounded(obs), info=info, steps=[], rows=[], alive=True)
             self.look(episode)
             return [episode]
 
-        return self.attempt(task, reset) or []
+        return self.attempt(task, reset, RESET_SECONDS) or []
 
     def look(self, episode):
         """The true progress, where the environment knows it, and the legal actions for a random policy."""
@@ -1213,19 +1266,21 @@ class EnvPool:
         def act():
             before, (obs, reward, terminated, truncated, info) = episode.progress, episode.env.step(text)
             violation = float(info.get("violation", 0.0))  # a broken hard constraint's penalty
-            if not math.isfinite(reward):
+            if not abs(reward) <= MAX_REWARD:  # NaN as well
                 raise ValueError(f"reward is {reward}")
-            if not (math.isfinite(violation) and violation >= 0):
+            if not 0 <= violation <= MAX_REWARD:
                 raise ValueError(f"violation is {violation}")
             row = dict(state=episode.obs, action=text, reward=float(reward), valid=bool(info["valid"]))
             row |= {"violation": violation} if violation else {}
-            episode.obs, episode.info, episode.success = str(obs), info, bool(info["success"])
+            episode.obs, episode.info, episode.success = bounded(obs), info, bool(info["success"])
             episode.alive = not (terminated or truncated)
+            if episode.alive and len(episode.rows) + 1 >= MAX_EPISODE_STEPS:
+                raise ValueError(f"no end after {MAX_EPISODE_STEPS} steps")
             self.look(episode)
             row |= {} if before is None else {"progress": episode.progress - before}
             return row, bool(terminated), bool(truncated and not terminated)
 
-        result = self.attempt(episode.task, act)
+        result = self.attempt(episode.task, act, STEP_SECONDS)
         if result is None:
             episode.alive = False
             return None

@@ -1660,6 +1660,7 @@ class PreferenceStore:
     better), turn (index of the decisive turn in the better one, or null), and what `add` was told beside them.
 
     imported: another such file, copied in when the run begins; new labels are appended to it as well.
+    count: labels in the file; rows and keys hold those that `usable` has not forgotten, the last of the file.
     """
 
     def __init__(self, path: Path, imported: str = ""):
@@ -1673,7 +1674,7 @@ class PreferenceStore:
             write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
         self.rows = read_preferences(path) if path.exists() else []
         self.imported = sum("imported" in row for row in self.rows)
-        self.keys = [(text_key(r["a"]), text_key(r["b"])) for r in self.rows]
+        self.keys, self.count = [(text_key(r["a"]), text_key(r["b"])) for r in self.rows], len(self.rows)
 
     def add(self, a, b, y: float, turn: int | None, **more):
         row = dict(a=[list(t) for t in a], b=[list(t) for t in b], y=y, turn=turn, **more)
@@ -1684,10 +1685,11 @@ class PreferenceStore:
                 os.fsync(file.fileno())
         self.rows.append(row)
         self.keys.append((text_key(a), text_key(b)))
+        self.count += 1
 
     def holds(self, a, b, since: int) -> bool:
         """Is this very pair among the labels from number `since` on?"""
-        return (text_key(a), text_key(b)) in self.keys[since:]
+        return (text_key(a), text_key(b)) in self.keys[max(0, since - self.count + len(self.keys)) :]
 
     def label(self, pairs, ask, since: int, stop, labeler: str, iteration: int) -> int:
         """Keep what `ask(a, b)` says about each pair of segments; returns how many times it had no answer (None).
@@ -1714,13 +1716,17 @@ class PreferenceStore:
 
 
     def usable(self, memory: int, since: int):
-        """(labels to train on, a fifth held out, all from number `since` on, metrics): the last `memory`, cleaned."""
+        """(labels to train on, a fifth held out, all from number `since` on, metrics): the last `memory`, cleaned.
+
+        Older ones are forgotten (the file keeps them): a long run's texts would fill the memory.
+        """
         rows, contradictions, cycles = clean_preferences(self.rows[-memory:])
-        fresh, train, held = self.rows[since:], [], []
+        fresh, train, held = self.rows[max(0, since - self.count + len(self.rows)) :], [], []
+        self.rows, self.keys = self.rows[-memory:], self.keys[-memory:]
         for row in rows:
             (held if chosen(row, 0.2, "held out") else train).append(row)
         ties = sum(r["y"] == 0.5 for r in fresh) / max(len(fresh), 1)
-        return train, held, fresh, {"pref/labels": len(self.rows), "pref/contradictions": contradictions,
+        return train, held, fresh, {"pref/labels": self.count, "pref/contradictions": contradictions,
                                     "pref/cycles": cycles, "pref/tie_frac": ties}  # fmt: skip
 
 

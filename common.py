@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import hashlib
 import http.client
 import inspect
@@ -41,6 +42,10 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RL_FLOOR = 0.5  # share of its rate at which the cosine of an RL stage ends: at a tenth the policy stood still too early
 MAX_BAD_STEPS = 5  # non-finite updates in a row before a run stops
+STEP_SECONDS, RESET_SECONDS = 90.0, 400.0  # what an environment may take (a browser's own limits are 60 and 300)
+MAX_EPISODE_STEPS = 1000  # an episode that goes on is taken for endless
+MAX_REWARD = 1e6  # a larger one is a mistake: squared, it would overflow the losses
+MAX_STATE_CHARS = 16 * 4096  # kept of a state, its head and its tail: all that `encode_prompt` ever reads
 
 
 class UserError(Exception):
@@ -172,7 +177,7 @@ def run_main(main):
         print("stopped at once; the last checkpoint is intact", file=sys.stderr)
         sys.exit(130)
     except OSError as error:
-        if error.errno not in (28, 30, 13, 122):  # no space, read-only, permission, quota
+        if error.errno not in (28, 30, 13, 122, 5, 20, 36):  # no space, read-only, permission, quota, I/O, bad paths
             raise
         print(f"error: cannot write {error.filename or 'the run folder'}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
@@ -880,18 +885,34 @@ def demonstrations(lm: LM, env, args) -> list[tuple[list[int], dict]]:
     With probability `demo_noise` some action seen before is carried out in place of the expert's, legal here or not;
     the step still teaches what the expert would do (noise injection, DART, arXiv 1703.09327): demonstrations without
     mistakes never show how to recover from one, and their clone repeats its first illegal action to the end.
+    An episode whose environment raises is left out; UserError: ten in a row, or all of them.
     """
     states, texts = [], []
     rng = rng_for(args.seed, "demonstrations")
-    for task in range(args.demos):
-        obs, _ = env.reset(seed=10**6 + task)  # tasks no rollout uses
-        done = False
-        while not done:
-            states.append(lm.encode_prompt(obs, env.max_action_tokens)[0])
-            texts.append(env.expert())
-            slip = rng.random() < args.demo_noise
-            obs, _, terminated, truncated, _ = env.step(texts[rng.integers(len(texts))] if slip else texts[-1])
-            done = terminated or truncated
+    pool = EnvPool(lambda *_, **__: env, args, "train")
+
+    def play(task):
+        first = len(texts)
+        try:
+            obs, _ = env.reset(seed=task)
+            for _ in range(MAX_EPISODE_STEPS):
+                prompt, text = lm.encode_prompt(str(obs), env.max_action_tokens)[0], str(env.expert())
+                states.append(prompt)
+                texts.append(text)
+                slip = rng.random() < args.demo_noise
+                obs, _, terminated, truncated, _ = env.step(texts[rng.integers(len(texts))] if slip else texts[-1])
+                if terminated or truncated:
+                    pool.in_a_row = 0
+                    return
+            raise ValueError(f"no end after {MAX_EPISODE_STEPS} steps")
+        except BaseException:
+            del states[first:], texts[first:]
+            raise
+
+    for task in range(10**6, 10**6 + args.demos):  # tasks no rollout uses
+        pool.attempt(task, functools.partial(play, task), RESET_SECONDS)
+    if args.demos and not states:
+        raise UserError(f"every one of {args.demos} demonstrations was dropped: the environment {args.env} fails")
     return list(zip(states, demonstrated(lm, states, texts), strict=True)) if states else []
 
 
@@ -1001,15 +1022,22 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def save_checkpoint(folder: Path, tensors: dict, state: dict):
-    """Write `folder` (tensors.safetensors + state.json with its sha256); the one before stays as `<folder>.prev`."""
+    """Write `folder` (tensors.safetensors + state.json with the sha256 of both); the one before stays as
+    `<folder>.prev`. Raises OSError where it cannot be written."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".prev")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    save_file({k: t.detach().to("cpu").contiguous() for k, t in tensors.items()}, new / "tensors.safetensors")
-    state = {**state, "sha256": file_sha256(new / "tensors.safetensors")}
-    write_atomic(new / "state.json", json.dumps(state))
+    try:
+        save_file({k: t.detach().to("cpu").contiguous() for k, t in tensors.items()}, new / "tensors.safetensors")
+    except SafetensorError as error:  # a full disk arrives as text
+        if not (found := re.search(r"os error (\d+)", str(error))):
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(new / "tensors.safetensors")) from None
+    text = json.dumps(state | {"sha256": file_sha256(new / "tensors.safetensors")})
+    write_atomic(new / "state.json", f'{text[:-1]}, "state_sha256": "{text_sha256(text)}"}}')
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         os.replace(folder, old)
@@ -1027,6 +1055,9 @@ def load_checkpoint(folder: Path) -> tuple[dict, dict]:
     for path in (folder, folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".prev")):
         try:
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+            own = state.pop("state_sha256", None)  # checkpoints of earlier versions have none
+            if own not in (None, text_sha256(json.dumps(state))):
+                raise ValueError("checksum of state.json differs: the file is damaged")
             if file_sha256(path / "tensors.safetensors") != state.pop("sha256"):
                 raise ValueError("checksum differs: the file is damaged")
             if problems:
@@ -1035,6 +1066,10 @@ def load_checkpoint(folder: Path) -> tuple[dict, dict]:
         except (OSError, ValueError, KeyError) as error:
             problems.append(f"{path}: {error}")
     raise UserError(f"no usable checkpoint: {problems[0]}")
+
+
+def text_sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str:
@@ -1068,7 +1103,13 @@ class Run:
     def episodes(self, rows: list[dict]):
         self._append("episodes.jsonl", rows)
 
+    def check(self):
+        """Raises UserError when somebody removed the run folder under the run: nothing would be left of it."""
+        if not (self.folder / "config.json").exists():
+            raise UserError(f"the run folder {self.folder} was removed while the run was going on")
+
     def _append(self, name, rows):
+        self.check()
         with open(self.folder / name, "a", encoding="utf-8", newline="\n") as file:
             file.write("".join(json.dumps(r) + "\n" for r in rows))
 
@@ -1165,8 +1206,39 @@ def peak_memory() -> dict:
 
 
 # --------------------------------------------------------------------------------------- what the stages of a run share
+@contextlib.contextmanager
+def time_limit(seconds: float):
+    """TimeoutError in a block that takes longer, and again after as long should somebody swallow it.
+
+    Python code and system calls are interrupted; outside the main thread, or without alarms, there is no limit.
+    """
+    import signal
+    import threading
+
+    def late(*_):
+        raise TimeoutError(f"no answer in {seconds:g} s")
+
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+
+
+def bounded(text) -> str:
+    """Head and tail of an absurdly long state: it goes into logs, the ring and every checkpoint."""
+    text, half = str(text), MAX_STATE_CHARS // 2
+    return text if len(text) <= MAX_STATE_CHARS else f"{text[:half]}\n...\n{text[-half:]}"
+
+
 class EnvPool:
-    """Environments in lockstep. Whatever a user's environment raises costs that episode, not the run.
+    """Environments in lockstep. Whatever a user's environment raises costs that episode, not the run; so do a call
+    that hangs, an episode that does not end and a reward that is no sensible number.
 
     random: ask for the legal actions too; bar: a tqdm bar of finished episodes. `stats` counts steps, episodes,
     successes and what went wrong; ten errors in a row are a UserError.
@@ -1177,10 +1249,11 @@ class EnvPool:
         self.name, self.split, self.random, self.bar = args.env, split, random, bar
         self.free, self.finished, self.stats, self.in_a_row = [], {}, Counter(), 0
 
-    def attempt(self, task, call):
-        """`call()`, or None if it raised: the episode is dropped and counted."""
+    def attempt(self, task, call, seconds: float):
+        """`call()`, or None if it raised or took longer: the episode is dropped and counted."""
         try:
-            return call()
+            with time_limit(seconds):
+                return call()
         except Exception as error:
             self.stats["env_errors"] += 1
             self.in_a_row += 1
@@ -1196,11 +1269,11 @@ class EnvPool:
         def reset():
             env = self.free.pop() if self.free else self.make()
             obs, info = env.reset(seed=task)
-            episode = SimpleNamespace(task=task, env=env, obs=str(obs), info=info, steps=[], rows=[], alive=True)
+            episode = SimpleNamespace(task=task, env=env, obs=bounded(obs), info=info, steps=[], rows=[], alive=True)
             self.look(episode)
             return [episode]
 
-        return self.attempt(task, reset) or []
+        return self.attempt(task, reset, RESET_SECONDS) or []
 
     def look(self, episode):
         """The true progress, where the environment knows it, and the legal actions for a random policy."""
@@ -1219,19 +1292,21 @@ class EnvPool:
         def act():
             before, (obs, reward, terminated, truncated, info) = episode.progress, episode.env.step(text)
             violation = float(info.get("violation", 0.0))  # a broken hard constraint's penalty
-            if not math.isfinite(reward):
+            if not abs(reward) <= MAX_REWARD:  # NaN as well
                 raise ValueError(f"reward is {reward}")
-            if not (math.isfinite(violation) and violation >= 0):
+            if not 0 <= violation <= MAX_REWARD:
                 raise ValueError(f"violation is {violation}")
             row = dict(state=episode.obs, action=text, reward=float(reward), valid=bool(info["valid"]))
             row |= {"violation": violation} if violation else {}
-            episode.obs, episode.info, episode.success = str(obs), info, bool(info["success"])
+            episode.obs, episode.info, episode.success = bounded(obs), info, bool(info["success"])
             episode.alive = not (terminated or truncated)
+            if episode.alive and len(episode.rows) + 1 >= MAX_EPISODE_STEPS:
+                raise ValueError(f"no end after {MAX_EPISODE_STEPS} steps")
             self.look(episode)
             row |= {} if before is None else {"progress": episode.progress - before}
             return row, bool(terminated), bool(truncated and not terminated)
 
-        result = self.attempt(episode.task, act)
+        result = self.attempt(episode.task, act, STEP_SECONDS)
         if result is None:
             episode.alive = False
             return None
@@ -1497,6 +1572,7 @@ class Checkpoints:
 
     def save(self, name: str = "last"):
         """Write checkpoints/<name>; the ring goes into `last` alone."""
+        self.run.check()
         self.p.wall_s, self.started = self.wall_s(), time.time()
         tensors, numbers, rows = {f"ref.{k}": v for k, v in self.lm.params("ref").items()}, {}, []
         for key, optimizer in self.optimizers.items():
@@ -1613,6 +1689,7 @@ class PreferenceStore:
     better), turn (index of the decisive turn in the better one, or null), and what `add` was told beside them.
 
     imported: another such file, copied in when the run begins; new labels are appended to it as well.
+    count: labels in the file; rows and keys hold those that `usable` has not forgotten, the last of the file.
     """
 
     def __init__(self, path: Path, imported: str = ""):
@@ -1626,7 +1703,7 @@ class PreferenceStore:
             write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
         self.rows = read_preferences(path) if path.exists() else []
         self.imported = sum("imported" in row for row in self.rows)
-        self.keys = [(text_key(r["a"]), text_key(r["b"])) for r in self.rows]
+        self.keys, self.count = [(text_key(r["a"]), text_key(r["b"])) for r in self.rows], len(self.rows)
 
     def add(self, a, b, y: float, turn: int | None, **more):
         row = dict(a=[list(t) for t in a], b=[list(t) for t in b], y=y, turn=turn, **more)
@@ -1637,10 +1714,11 @@ class PreferenceStore:
                 os.fsync(file.fileno())
         self.rows.append(row)
         self.keys.append((text_key(a), text_key(b)))
+        self.count += 1
 
     def holds(self, a, b, since: int) -> bool:
         """Is this very pair among the labels from number `since` on?"""
-        return (text_key(a), text_key(b)) in self.keys[since:]
+        return (text_key(a), text_key(b)) in self.keys[max(0, since - self.count + len(self.keys)) :]
 
     def label(self, pairs, ask, since: int, stop, labeler: str, iteration: int) -> int:
         """Keep what `ask(a, b)` says about each pair of segments; returns how many times it had no answer (None).
@@ -1667,13 +1745,17 @@ class PreferenceStore:
 
 
     def usable(self, memory: int, since: int):
-        """(labels to train on, a fifth held out, all from number `since` on, metrics): the last `memory`, cleaned."""
+        """(labels to train on, a fifth held out, all from number `since` on, metrics): the last `memory`, cleaned.
+
+        Older ones are forgotten (the file keeps them): a long run's texts would fill the memory.
+        """
         rows, contradictions, cycles = clean_preferences(self.rows[-memory:])
-        fresh, train, held = self.rows[since:], [], []
+        fresh, train, held = self.rows[max(0, since - self.count + len(self.rows)) :], [], []
+        self.rows, self.keys = self.rows[-memory:], self.keys[-memory:]
         for row in rows:
             (held if chosen(row, 0.2, "held out") else train).append(row)
         ties = sum(r["y"] == 0.5 for r in fresh) / max(len(fresh), 1)
-        return train, held, fresh, {"pref/labels": len(self.rows), "pref/contradictions": contradictions,
+        return train, held, fresh, {"pref/labels": self.count, "pref/contradictions": contradictions,
                                     "pref/cycles": cycles, "pref/tie_frac": ties}  # fmt: skip
 
 
@@ -1772,11 +1854,11 @@ def parse_verdict(reply: str):
 
     None where no line, or lines that differ, hold an answer: a sentence that begins with the article A is none.
     """
-    line = r"^\W*(?:(?:final )?(?:answer|verdict|better)\W+)?(A|B|TIE)\W*(?:turn\W*\d+\W*)?$"
+    line = r"^[^\w\n]*(?:(?:final )?(?:answer|verdict|better)\W+)?(A|B|TIE)\W*(?:turn\W*\d+\W*)?$"  # linear in time
     answers = re.findall(line, reply, re.I | re.M)
     if len({a.upper() for a in answers}) != 1:
         return None
-    turns = set(re.findall(r"\bturn\W*(\d+)", reply, re.I))
+    turns = set(re.findall(r"\bturn\W*(\d{1,9})", reply, re.I))
     turn = int(turns.pop()) - 1 if len(turns) == 1 else None
     p = {"A": 1.0, "B": 0.0, "TIE": 0.5}[answers[0].upper()]
     return p, turn if turn is not None and turn >= 0 and p != 0.5 else None

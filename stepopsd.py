@@ -337,7 +337,7 @@ def update_reward(L: Learner, version: int, progress: float) -> dict:
     if L.stop:
         return {}
     train, held, fresh, logs = L.store.usable(L.args.rm_memory, L.p.labels)
-    L.p.labels = len(L.store.rows)
+    L.p.labels = L.store.count
     wins = sum(a[0].success or b[0].success for a, b in pairs)
     logs |= {"pref/failed": failed, "pref/pos_frac": wins / max(len(pairs), 1)}
     if not train:

@@ -611,7 +611,7 @@ def test_held_out_pairs_do_not_depend_on_the_order():
     swapped = [labelled(r["b"], r["a"], 0) for r in rows]
     held = [common.chosen(r, 0.2, "held out") for r in rows]
     assert held == [common.chosen(r, 0.2, "held out") for r in swapped] and 35 < sum(held) < 85
-    store = SimpleNamespace(rows=rows + [labelled(turns("a"), turns("b"), 0.5)])
+    store = SimpleNamespace(rows=rows + [labelled(turns("a"), turns("b"), 0.5)], keys=[], count=301)
     train, out, fresh, logs = common.PreferenceStore.usable(store, 1000, since=299)
     assert len(train) + len(out) == 301
     assert [r for r in rows if r in out] == [r for r, h in zip(rows, held, strict=True) if h]

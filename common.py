@@ -1404,8 +1404,8 @@ def training_env(make_env, args):
     for method, flag in (("expert", "demos"), ("legal_actions", "random_episodes")):
         if getattr(args, flag, 0) and not callable(getattr(env, method, None)):
             raise UserError(f"the environment {args.env} has no {method}(): --{flag} 0 does without")
-    most = getattr(env, "most_envs", args.num_envs)
-    if args.num_envs > most:
+    most = getattr(env, "most_envs", None)
+    if most and args.num_envs > most:
         raise UserError(f"--num_envs {args.num_envs}: {args.env} runs at most {most} at once")
     return env
 

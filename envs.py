@@ -3143,7 +3143,19 @@ def read_state(obs: str) -> tuple[str, Page, list[str]]:
 def _press(elements, text: str) -> str:
     """The click on the element of that label; "" if there is none."""
     label = clean(text).lower()
-    return next((str(Action("click", (e.label,))) for e in elements if e.label == label), "")
+    return next((_written(Action("click", (e.label,))) for e in elements if e.label == label), "")
+
+
+def _written(action: Action) -> str:
+    """The action's text. A click needs no quotes, whatever its label: `_parse_page_action` looks for it on the page."""
+    return f"click {action.args[0]}" if action.verb == "click" else str(action)
+
+
+def _labelled(elements, label: str):
+    """The element of that label, else the first whose label differs in the signs around it alone; None without one."""
+    label, signs = clean(label).lower(), " .,;:!?"
+    bare = [e for e in elements if e.label.strip(signs) == label.strip(signs) != ""]
+    return next((e for e in elements if e.label == label), bare[0] if bare else None)
 
 
 def _quoted(goal: str) -> list[str]:
@@ -3176,11 +3188,11 @@ def _expert_tab_2(goal, page, done):
 def _expert_checkboxes(goal, page, done):
     wanted = re.search(r"Select (.*) and click Submit", goal)[1].lower().split(", ")
     wrong = [e for e in page.inputs if (e.label in wanted) != (e.value == "on")]
-    return str(Action("click", (wrong[0].label,))) if wrong else _press(page.buttons, "submit")
+    return _written(Action("click", (wrong[0].label,))) if wrong else _press(page.buttons, "submit")
 
 
 def _expert_form(goal, page, done):
-    return _fill_in(page, _quoted(goal)) or str(Action("click", (page.buttons[0].label,)))
+    return _fill_in(page, _quoted(goal)) or _written(Action("click", (page.buttons[0].label,)))
 
 
 def _expert_search(goal, page, done):
@@ -3194,16 +3206,16 @@ def _expert_search(goal, page, done):
     turned = next((a.removeprefix("click ") for a in reversed(done) if re.fullmatch(r"click (\d|search)", a)), "search")
     if {"search": "1"}.get(turned, turned) != sheet:
         return _press(page.links, sheet)
-    return str(Action("click", (results[place % 3].label,)))
+    return _written(Action("click", (results[place % 3].label,)))
 
 
 def _expert_tree(goal, page, done):
     shut = [e for e in page.buttons if f"click {e.label}" not in done] or page.buttons
-    return _press(page.links + page.buttons, _quoted(goal)[0]) or str(Action("click", (shut[0].label,)))
+    return _press(page.links + page.buttons, _quoted(goal)[0]) or _written(Action("click", (shut[0].label,)))
 
 
 def _expert_dialog(goal, page, done):
-    return str(Action("click", (page.buttons[0].label,)))
+    return _written(Action("click", (page.buttons[0].label,)))
 
 
 class MiniWob(Env):
@@ -3317,7 +3329,7 @@ class MiniWob(Env):
         action = _parse_page_action(text, page)
         verb, args, s["repaired"] = action
         elements = page.links + page.buttons + page.inputs if verb == "click" else page.inputs
-        element = next((e for e in elements if e.label == clean(args[0]).lower()), None) if args else None
+        element = _labelled(elements, args[0]) if args else None
         kinds = {"click": ("press", "check", "text", "select"), "type": ("text",), "select": ("select",)}
         if element is None or element.target.partition(":")[0] not in kinds.get(verb, ()):
             what = {"click": "link or button", "type": "text field", "select": "list"}.get(verb)
@@ -3326,12 +3338,12 @@ class MiniWob(Env):
             return -0.02, False
         action = Action(verb, (element.label, *args[1:]))
         s["repaired"] = s["repaired"] or element.label != args[0]
-        s["action"] = str(action)
-        s["repeat"] = (self.html, str(action)) in s["taken"]
-        s["taken"].append((self.html, str(action)))
+        s["action"] = written = _written(action)
+        s["repeat"] = (self.html, written) in s["taken"]
+        s["taken"].append((self.html, written))
         reply = self._ask(mark=int(element.target.partition(":")[2]), verb=verb, text=" ".join(args[1:]))
         if not reply["error"]:
-            s["history"].append((page.title, str(action)))
+            s["history"].append((page.title, written))
         self._see(reply)
         s["error"], s["valid"] = reply["error"], not reply["error"]
         if reply["done"]:
@@ -3354,7 +3366,7 @@ class MiniWob(Env):
             wanted = self.EXPERTS[self.page_name](goal, page, done)
         except (IndexError, TypeError):  # a state that was cut, or is of another page
             return False
-        return bool(wanted) and str(_parse_page_action(action, page)).lower() == wanted.lower()
+        return bool(wanted) and _written(_parse_page_action(action, page)).lower() == wanted.lower()
 
     def legal_actions(self) -> list[str]:
         """Clicks on everything, the goal's quoted words into every text field, what each list offers."""
@@ -3367,7 +3379,7 @@ class MiniWob(Env):
                 texts = [t for t in re.split(r"; or |, ", e.value)[1:] if t]
             verb = e.target.partition(":")[0].replace("text", "type")
             actions += [Action(verb, (e.label, text)) for text in texts if text]
-        return [str(a) for a in actions] or ["click nothing"]
+        return [_written(a) for a in actions] or ["click nothing"]
 
     def key_steps(self) -> list[tuple[str, float]]:
         return []
@@ -3383,8 +3395,12 @@ class MiniWob(Env):
 
 
 def _parse_page_action(text: str, page: Page) -> Action:
-    """`parse_action`, and `select "<field>" "<option>"`, which reads like `type`."""
+    """`parse_action`, and `select "<field>" "<option>"`, which reads like `type`, and `click <label>` with any label of
+    the page, whatever signs it ends in (`click aliquet.`)."""
     fields = tuple(e.label for e in page.inputs)
+    verb, _, label = clean(text).partition(" ")
+    if verb.lower() == "click" and any(e.label == label.lower() for e in page.links + page.buttons + page.inputs):
+        return Action("click", (label.lower(),), f"{verb} {label}" != f"click {label.lower()}")
     if re.match(r"\W*select\b", text, re.IGNORECASE):
         action = parse_action(re.sub("select", "type", text, count=1, flags=re.IGNORECASE), fields)
         return action._replace(verb="select") if action.verb == "type" else Action("")

@@ -108,7 +108,7 @@ TUNED = {  # defaults that depend on another flag; a flag given by hand always w
                             policy_lr=2e-4, micro_tokens=8192),
     ("env", "gridworld"): dict(demos=450, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
                                episodes_per_iter=80, num_envs=100, gamma=0.9),
-    ("env", "miniwob/*"): dict(num_envs=12),  # browsers: one for each environment
+    ("env", "miniwob/*"): dict(num_envs=12, val_episodes=32, eval_episodes=60),  # a browser for each
     ("augment", False): dict(algo="no_augment", imitation=0.0),  # the name sets its runs apart in the pictures
 }  # fmt: skip
 

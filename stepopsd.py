@@ -133,7 +133,7 @@ TUNED = {  # defaults that depend on another flag; a flag given by hand always w
     ("labeler", "model"): dict(value_passes=0.7),  # the success logit is trained with the adapter alone
     ("env", "gridworld"): dict(demos=450, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
                                episodes_per_iter=80, num_envs=100, gamma=0.9),
-    ("env", "miniwob/*"): dict(num_envs=12),  # browsers: one for each environment
+    ("env", "miniwob/*"): dict(num_envs=12, val_episodes=32, eval_episodes=60),  # a browser for each
 }  # fmt: skip
 
 

@@ -109,7 +109,8 @@ TUNED = {  # defaults that depend on another flag; a flag given by hand always w
     ("env", "gridworld"): dict(demos=450, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
                                score_episodes=150, random_episodes=60, episodes_per_iter=80, num_envs=100, gamma=0.9,
                                score_minibatch=32, score_epochs=4, policy_passes=3.0, temperature=0.8),
-    ("env", "miniwob/*"): dict(num_envs=12),  # browsers: one for each environment
+    ("env", "miniwob/*"): dict(num_envs=12, total_env_steps=900, score_episodes=48, episodes_per_iter=64,
+                               val_episodes=32, eval_episodes=60),  # a browser for each environment
     ("algo", "ppo"): dict(replay_iters=1, score_episodes=0, random_episodes=0, score_epochs=0, score_passes=0.7,
                           head_l2=0.0),
 }  # fmt: skip

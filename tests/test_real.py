@@ -82,7 +82,7 @@ TREE = 'Navigate through the file tree. Find and click on the folder or file nam
 
 @pytest.mark.parametrize("name, goal, page, done, expected", [
     ("click-button", 'Click on the "Ok" button.', page_of("", "no | ok"), [], "click ok"),
-    ("click-link", 'Click on the link "Sit.".', page_of("amet | sit."), [], 'click "sit."'),
+    ("click-link", 'Click on the link "Sit.".', page_of("amet | sit."), [], "click sit."),
     ("click-tab", "Click on Tab #2.", page_of(TABS), [], "click tab #2"),
     ("click-tab-2", 'click on the link "amet"', page_of(TABS), [], "click amet"),
     ("click-tab-2", 'click on the link "sit"', page_of(TABS), [], "click tab #2"),  # the page shows the first at first
@@ -604,3 +604,19 @@ if {way!r} != "end":
 def test_miniwob_unknown_page_suggests_known_ones():
     with pytest.raises(ValueError, match="did you mean: .*click-tab"):
         make_env("miniwob/click-tabb")
+
+
+def test_labels_that_end_in_signs():
+    page = page_of(links="purus. | augue. | augue | tab #1", buttons="ok!")
+    for text, label, repaired in (
+        ("click purus.", "purus.", False), ("click augue.", "augue.", False), ("click augue", "augue", False),
+        ("Click Purus.", "purus.", True), ('click "purus."', "purus.", False), ("click tab #1", "tab #1", False),
+    ):  # fmt: skip
+        action = envs._parse_page_action(text, page)
+        assert (action.args, action.repaired) == ((label,), repaired), text
+    elements = page.links + page.buttons
+    found = {text: envs._labelled(elements, text) for text in ("purus", "purus!", "augue", "augue.", "ok", "tab", ".")}
+    assert {text: e and e.label for text, e in found.items()} == {
+        "purus": "purus.", "purus!": "purus.", "augue": "augue", "augue.": "augue.", "ok": "ok!", "tab": None, ".": None,
+    }  # fmt: skip
+    assert envs._press(elements, "Purus.") == "click purus."

@@ -964,7 +964,7 @@ class Optimizer:
         self.adam.step()
         self.steps += 1
         self.publish()
-        release_memory(growth=0.5)  # passes of many shapes leave holes that glibc would keep
+        release_memory(growth=0.15)  # passes of many shapes leave holes that glibc would keep
         return norm
 
     @torch.no_grad()

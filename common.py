@@ -1530,10 +1530,11 @@ class Checkpoints:
             print(f"\nrollback: {stayed}; best weights restored, policy rate halved")
 
     def finish(self, sections: dict) -> int:
-        """The end of a run: its last checkpoint, summary.json, plots and report.md; the exit code."""
-        self.p.finished = True
-        self.save()
+        """The end of a run: summary.json, plots and report.md, then its last checkpoint; the exit code."""
+        self.p.wall_s, self.started = self.wall_s(), time.time()
         finish_run(self.run, self.args, self.p, sections)
+        self.p.finished = True  # only now: killed before this, the test above is done again and logged once
+        self.save()
         return 0
 
     def stopped(self) -> int:

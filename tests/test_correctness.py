@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import safetensors.torch
 import torch
-from conftest import random_prompts, randomise, rows_of, tensors_of
+from conftest import rows_of, tensors_of
 from safetensors import SafetensorError
 
 import common
@@ -134,7 +134,7 @@ def quick(monkeypatch):
 
 @pytest.fixture(scope="module", params=FILES)
 def whole(request, tmp_path_factory):
-    """An uninterrupted run of each algorithm, with what its model weighed at the start and when the warm-up was over."""
+    """An uninterrupted run of each algorithm, with its weights at the start, behind the warm-up and at the end."""
     name, kept = request.param, {}
     module = FILES[name]
 
@@ -150,7 +150,13 @@ def whole(request, tmp_path_factory):
             super().begin(*args)
             kept["warm"] = copies(self.lm)
 
+        def save(self, name="last"):
+            super().save(name)
+            if name == "last" and self.p.stage == self.args.algo and self.p.iteration == 1 and not half.exists():
+                shutil.copytree(folder, half)
+
     folder = tmp_path_factory.mktemp("whole") / name
+    half = folder.with_name("half")  # what a run killed behind the checkpoint of its first iteration leaves
     before = signal.getsignal(signal.SIGINT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "Learner", Watched)
@@ -159,7 +165,13 @@ def whole(request, tmp_path_factory):
     signal.signal(signal.SIGINT, before)
     assert code == 0, err[-3000:]
     end = copies(kept.pop("learner").lm)
-    return SimpleNamespace(name=name, folder=folder, out=out, err=err, end=end, **kept)
+    return SimpleNamespace(name=name, folder=folder, half=half, end=end, **kept)
+
+
+@pytest.fixture
+def half(whole, tmp_path):
+    """A copy of the run as it was after its first iteration."""
+    return Path(shutil.copytree(whole.half, tmp_path / "half"))
 
 
 # ------------------------------------------------------------------------------------------------------------ one run
@@ -212,7 +224,8 @@ def test_resume_of_a_finished_run_says_so_and_changes_nothing(whole):
 
 def test_resume_with_another_value_is_refused_and_named(whole):
     before = files_of(whole.folder)
-    for flag, value in (("seed", 4), ("gamma", 0.5), ("env", "gridworld"), ("policy_lr", 1e-5), ("lora_layers", "half")):
+    others = dict(seed=4, gamma=0.5, env="gridworld", policy_lr=1e-5, lora_layers="half")
+    for flag, value in others.items():
         code, _, err = run(whole.name, "--resume", whole.folder, f"--{flag}", value)
         assert code == 2 and f"--{flag} {value} differs from the run's" in error_line(err)
     assert run(whole.name, "--resume", whole.folder, "--seed", 3)[0] == 0  # the same value is no other
@@ -316,3 +329,270 @@ def test_killed_in_every_stage_and_inside_its_checkpoints_a_run_ends_the_same(wh
     code, _, err = run(whole.name, *argv)
     assert code == 0, err[-3000:]
     assert differences(whole.folder, folder) == []
+
+
+# ---------------------------------------------------------------------------------------------------- damage and errors
+
+
+def flip(path, place, bit=1):
+    data = bytearray(path.read_bytes())
+    data[place] ^= bit
+    path.write_bytes(data)
+
+
+def test_no_flipped_byte_of_a_checkpoint_is_loaded(tmp_path, capsys):
+    """Every byte of both files in turn: the checkpoint before is loaded instead, never another number."""
+    folder = tmp_path / "last"
+    common.save_checkpoint(folder, {"w": torch.zeros(3)}, {"value": 17, "rows": [0.25]})
+    common.save_checkpoint(folder, {"w": torch.ones(3)}, {"value": 18, "rows": [0.75]})
+    for name in ("state.json", "tensors.safetensors"):
+        for place in range((folder / name).stat().st_size):
+            flip(folder / name, place)
+            tensors, state = common.load_checkpoint(folder)
+            right = (state["value"], state["rows"]) in ((17, [0.25]), (18, [0.75]))
+            assert right and tensors["w"].tolist() == [float(state["value"] == 18)] * 3, (name, place)
+            assert state["value"] == 17 or "state_sha256" not in (folder / name).read_text()  # the sum's own name
+            flip(folder / name, place)
+    assert common.load_checkpoint(folder)[1]["value"] == 18
+    assert "going on from last.prev" in capsys.readouterr().err
+
+
+def raising(error, call):
+    """A stand-in for a function, which raises `error` when called for the call-th time and does nothing else then."""
+
+    def wrap(original):
+        calls = []
+
+        def function(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == call:
+                raise error
+            return original(*args, **kwargs)
+
+        return function
+
+    return wrap
+
+
+FULL = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")  # as it was seen
+BROKEN = {  # what happens to the run: (owner, function, error, part of the message)
+    "disk full in the tensors": (safetensors.torch, "save_file", FULL, "No space left"),
+    "disk full in state.json": (os, "fsync", OSError(28, "No space left on device"), "No space left"),
+    "read-only folder": (os, "replace", PermissionError(13, "Permission denied"), "Permission denied"),
+}
+
+
+def test_full_disk_read_only_folder_and_a_damaged_checkpoint(whole, half, monkeypatch):
+    """Each ends the run with one line and exit code 2; at last a byte is flipped, and still the end is the same."""
+    before = common.load_checkpoint(half / "checkpoints" / "last")[1]
+    for owner, name, error, part in BROKEN.values():
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, raising(error, 1)(getattr(owner, name)))
+            code, _, err = run(whole.name, "--resume", half)
+        assert code == 2 and part in error_line(err)
+        assert common.load_checkpoint(half / "checkpoints" / "last")[1] == before
+    tensors = half / "checkpoints" / "last" / "tensors.safetensors"
+    flip(tensors, tensors.stat().st_size // 2)
+    code, _, err = run(whole.name, "--resume", half)
+    assert code == 0 and "the file is damaged; going on from last.prev" in err
+    assert differences(whole.folder, half) == []
+
+
+@pytest.mark.parametrize("whole", ["threespo"], indirect=True)
+def test_a_disk_that_is_really_full(whole, tmp_path):
+    """A small file system of its own, where the machine allows one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    size = sum(len(content) for _, content in files_of(whole.half).values())
+    if os.system(f"mount -t tmpfs -o size={size + 200_000} tmpfs {disk} 2>/dev/null"):
+        pytest.skip("no right to mount a file system")
+    try:
+        shutil.copytree(whole.half, disk / "run")
+        code, _, err = run(whole.name, "--resume", disk / "run")
+        assert code == 2 and "No space left on device" in error_line(err)
+        shutil.copytree(disk / "run", tmp_path / "run")  # to where there is room
+    finally:
+        os.system(f"umount {disk}")
+    assert run(whole.name, "--resume", tmp_path / "run")[0] == 0
+    assert differences(whole.folder, tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("moment", ["log", "save"])
+def test_a_run_folder_removed_under_the_run(whole, half, monkeypatch, moment):
+    """Nothing is made anew in its place: half a run folder would look like a run."""
+    owner = {"log": common.Run, "save": common.Checkpoints}[moment]
+    original = getattr(owner, moment)
+
+    def remove(self, *args):
+        shutil.rmtree(half)
+        return original(self, *args)
+
+    monkeypatch.setattr(owner, moment, remove)
+    code, _, err = run(whole.name, "--resume", half)
+    assert code == 2 and f"{half} was removed" in error_line(err) and not half.exists()
+
+
+def test_an_impossible_place_for_a_run_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file" / "run", tmp_path / ("n" * 300)):
+        code, _, err = run("threespo", *flags("threespo", folder))
+        assert code == 2 and error_line(err)
+
+
+def test_five_nonfinite_updates_stop_the_run_at_its_last_good_state(whole, half, monkeypatch):
+    module = FILES[whole.name]
+    good, original = tensors_of(half), module.ppo_loss
+    monkeypatch.setattr(module, "ppo_loss", lambda *args: (original(*args)[0] * math.nan, original(*args)[1]))
+    code, _, err = run(whole.name, "--resume", half)
+    assert code == 1 and "5 non-finite updates in a row; the last checkpoint holds the last good state" in err
+    assert error_line(err)
+    now = tensors_of(half)
+    assert all(torch.equal(now[k], good[k]) and torch.isfinite(now[k].float()).all() for k in good)
+    monkeypatch.setattr(module, "ppo_loss", original)
+    assert run(whole.name, "--resume", half)[0] == 0 and differences(whole.folder, half) == []
+
+
+def test_one_nonfinite_update_is_skipped_and_counted(whole, half, monkeypatch):
+    module, calls = FILES[whole.name], []
+    original = module.ppo_loss
+
+    def once(*args):
+        calls.append(1)
+        loss, sums = original(*args)
+        return loss * (math.inf if len(calls) == 2 else 1.0), sums
+
+    monkeypatch.setattr(module, "ppo_loss", once)
+    code, _, err = run(whole.name, "--resume", half)
+    assert code == 0, err[-3000:]
+    skipped = [r["policy/skipped_steps"] for r in rows_of(half) if "policy/skipped_steps" in r]
+    assert skipped[0] == 0 and set(skipped[1:]) == {1}
+    assert all(torch.isfinite(v.float()).all() for v in tensors_of(half).values())
+
+
+# ----------------------------------------------------------------------------------------------------- bad environments
+
+
+class Rough(Corridor):
+    """Misbehaves by task number (training); two of three evaluation tasks of a split fail, too."""
+
+    WAYS = "good raise hang endless nan 1e30 megabytes surrogate tuple".split()
+    max_steps = 10**9
+
+    def reset(self, seed=None):
+        self.way = self.WAYS[seed % len(self.WAYS)] if self.split == "train" else "raise" if seed % 3 else "surrogate"
+        self.big = "<|im_end|> <eos> 页" * 500_000 if self.way == "megabytes" else "\ud800" * (self.way == "surrogate")
+        return super().reset(seed)
+
+    def text(self):
+        return self.big + super().text()
+
+    def step(self, text):
+        if self.way == "raise":
+            raise ConnectionError("the page is gone")
+        if self.way == "hang":
+            with contextlib.suppress(Exception):  # swallows what should wake it, once
+                time.sleep(60)
+            time.sleep(60)
+        if self.way == "tuple":
+            return "text alone", 0.0
+        obs, reward, won, _, info = super().step(text)
+        over = self.t >= 4 and self.way != "endless"
+        reward = {"nan": math.nan, "1e30": 1e30}.get(self.way, reward)
+        return obs, reward, won and self.way != "endless", over, info
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_whatever_an_environment_does_costs_its_episode_only(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "STEP_SECONDS", 0.25)
+    monkeypatch.setattr(common, "MAX_EPISODE_STEPS", 6)
+    alarm = signal.getsignal(signal.SIGALRM)
+    more = "--demos 0 --total_env_steps 60 --episodes_per_iter 9 --num_envs 9 --target_kl 1e9".split()
+    more += "--score_episodes 9 --random_episodes 0".split() if name == "threespo" else []
+    begun = time.monotonic()
+    code, out, err = run(name, *flags(name, tmp_path / "run", *more, env="Rough"))
+    assert code == 0, err[-3000:]
+    for cause in ("ConnectionError: the page is gone", "TimeoutError: no answer in 0.25 s", "no end after 6 steps",
+                  "reward is nan", "reward is 1e+30", "ValueError: not enough values to unpack"):  # fmt: skip
+        assert cause in err, cause
+    rows = [r for r in common.read_jsonl(tmp_path / "run" / "metrics.jsonl") if "rollout/env_errors" in r]
+    assert rows and {r["rollout/env_errors"] for r in rows} == {6}  # of nine tasks
+    assert all(r["rollout/cut_frac"] > 0 for r in rows)
+    groups = "train/", "policy/", "adv/", "score/"
+    assert None not in [v for r in rows for k, v in r.items() if k.startswith(groups)]  # null: it was not finite
+    assert all(torch.isfinite(v.float()).all() for v in tensors_of(tmp_path / "run").values())
+    test = json.loads((tmp_path / "run" / "summary.json").read_text())["test"]
+    assert test["episodes"] == 3  # the two that failed are failures, not left out
+    assert signal.getsignal(signal.SIGALRM) == alarm and time.monotonic() - begun < 120
+
+
+class Dead(Corridor):
+    def step(self, text):
+        raise ConnectionError("no network here")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("demos", ["20", "3", "0"])
+def test_an_environment_that_never_works_stops_the_run_with_the_cause(name, demos, tmp_path):
+    """Ten in a row; fewer demonstrations, none of which can be had; no demonstrations."""
+    more = ["--demos", demos, "--val_episodes", "12"]
+    code, _, err = run(name, *flags(name, tmp_path / "run", *more, env="Dead"))
+    line = error_line(err)
+    assert code == 2 and ("every one of 3 demonstrations" in line if demos == "3" else "no network here" in line)
+
+
+def test_time_limit_wakes_a_sleeper_again_and_leaves_no_alarm():
+    before = signal.getsignal(signal.SIGALRM)
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError, match="no answer in 0.1 s"), common.time_limit(0.1):
+        with contextlib.suppress(TimeoutError):
+            time.sleep(30)  # swallowed once
+        time.sleep(30)
+    assert time.monotonic() - begun < 10 and signal.getsignal(signal.SIGALRM) == before
+    with common.time_limit(0.05):
+        pass
+    time.sleep(0.1)  # nothing rings later
+    assert signal.setitimer(signal.ITIMER_REAL, 0) == (0.0, 0.0)
+
+
+def test_an_absurd_state_is_kept_in_part_and_read_the_same(tiny):
+    text = "goal " + "x1 " * 40_000 + "last"
+    short = common.bounded(text)
+    assert len(short) == common.MAX_STATE_CHARS + len("\n...\n") < len(text)
+    assert short.startswith("goal x1") and short.endswith("x1 last")
+    assert tiny.encode_prompt(short, 5) == tiny.encode_prompt(text, 5)
+    assert common.bounded("x" * common.MAX_STATE_CHARS) == "x" * common.MAX_STATE_CHARS
+
+
+# -------------------------------------------------------------------------------------------------------------- secrets
+
+
+def test_the_teachers_key_is_in_no_file_of_a_run(tmp_path, monkeypatch):
+    from test_stepopsd import Server, says
+
+    key = "sk-7f3a-never-to-be-written"
+    monkeypatch.setenv("TEACHER_API_KEY", key)
+    with Server([], always=lambda body: says("ANSWER: A\nTURN: 1")) as server:
+        more = ["--labeler", "llm", "--teacher_url", server.url, "--teacher_model", "judge", "--tie_margin", "0"]
+        code, out, err = run("stepopsd", *flags("stepopsd", tmp_path / "run", *more))
+    assert code == 0, err[-3000:]
+    assert server.seen and {seen[1]["Authorization"] for seen in server.seen} == {f"Bearer {key}"}
+    labels = common.read_jsonl(tmp_path / "run" / "preferences.jsonl")
+    assert labels and {row["labeler"] for row in labels} == {"llm"}
+    files = files_of(tmp_path / "run")
+    assert len(files) >= 10 and [name for name, (_, content) in files.items() if key.encode() in content] == []
+    assert key not in out + err
+
+
+def test_labels_beyond_the_memory_are_forgotten_but_counted(tmp_path):
+    """A long run's texts would fill the memory; the file keeps them, and a resumed run counts the same."""
+    store = common.PreferenceStore(tmp_path / "p.jsonl")
+    for i in range(7):
+        store.add([(f"a{i}", "x")], [(f"b{i}", "y")], 1.0, None)
+    train, held, fresh, logs = store.usable(4, since=5)
+    assert len(train) + len(held) == 4 and [r["a"][0][0] for r in fresh] == ["a5", "a6"] and logs["pref/labels"] == 7
+    assert len(store.rows) == len(store.keys) == 4 and store.count == 7
+    store.add([("a7", "x")], [("b7", "y")], 0.0, None)
+    assert store.holds([("a7", "x")], [("b7", "y")], since=7) and not store.holds([("a6", "x")], [("b6", "y")], since=7)
+    assert store.holds([("a6", "x")], [("b6", "y")], since=6)
+    assert [r["a"][0][0] for r in store.usable(4, since=7)[2]] == ["a7"]
+    assert common.PreferenceStore(tmp_path / "p.jsonl").count == 8

@@ -171,16 +171,25 @@ def run_main(main):
     try:
         sys.exit(main())
     except (UserError, RunError) as error:
+        close_bars()
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
+        close_bars()
         print("stopped at once; the last checkpoint is intact", file=sys.stderr)
         sys.exit(130)
     except OSError as error:
         if error.errno not in (28, 30, 13, 122, 5, 20, 36):  # no space, read-only, permission, quota, I/O, bad paths
             raise
+        close_bars()
         print(f"error: cannot write {error.filename or 'the run folder'}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
+
+
+def close_bars():
+    """End the lines of all open progress bars: a message begins on a line of its own."""
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()
 
 
 class Interrupt:
@@ -1231,8 +1240,9 @@ def time_limit(seconds: float):
 
 
 def bounded(text) -> str:
-    """Head and tail of an absurdly long state: it goes into logs, the ring and every checkpoint."""
-    text, half = str(text), MAX_STATE_CHARS // 2
+    """A state as it goes into logs, the ring and every checkpoint: of an absurdly long one head and tail; as in
+    `LM.encode` a lone surrogate becomes "?" (no file could hold it)."""
+    text, half = str(text).encode("utf-8", "replace").decode("utf-8"), MAX_STATE_CHARS // 2
     return text if len(text) <= MAX_STATE_CHARS else f"{text[:half]}\n...\n{text[-half:]}"
 
 
@@ -1559,10 +1569,11 @@ class Checkpoints:
             print(f"\nrollback: {stayed}; best weights restored, policy rate halved")
 
     def finish(self, sections: dict) -> int:
-        """The end of a run: its last checkpoint, summary.json, plots and report.md; the exit code."""
-        self.p.finished = True
-        self.save()
+        """The end of a run: summary.json, plots and report.md, then its last checkpoint; the exit code."""
+        self.p.wall_s, self.started = self.wall_s(), time.time()
         finish_run(self.run, self.args, self.p, sections)
+        self.p.finished = True  # only now: killed before this, the test above is done again and logged once
+        self.save()
         return 0
 
     def stopped(self) -> int:

@@ -292,7 +292,7 @@ _QUOTED = re.compile(
     re.IGNORECASE,
 )
 _BARE = re.compile(
-    r"^\W*(?:(?:next )?action\s*:)?\W*(click|type|answer|back)\b[ \t:(]*([^\n]*)", re.IGNORECASE | re.MULTILINE
+    r"^[^\w\n]*(?:(?:next )?action\s*:)?\W*(click|type|answer|back)\b[ \t:(]*([^\n]*)", re.IGNORECASE | re.MULTILINE
 )
 
 

@@ -26,7 +26,7 @@ import torch  # noqa: E402
 
 import common  # noqa: E402
 
-FLAGS = """--env gridworld --model tiny --demos 24 --warmup_epochs 2 --total_env_steps 260 --episodes_per_iter 6
+FLAGS = """--env gridworld --model tiny --demos 24 --warmup_epochs 2 --total_env_steps 160 --episodes_per_iter 6
     --num_envs 8 --val_episodes 4 --eval_episodes 6 --lora_rank 8 --lora_layers 1 --eval_every 2
     --minibatch 16""".split()
 MORE = {"threespo": "--score_episodes 6 --random_episodes 3 --score_epochs 2".split(),

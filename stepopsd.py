@@ -118,7 +118,7 @@ class Args:
     kl_coef: float = 0.01  # weight of k3(π || π_ref)
     ent_coef: float = 0.001  # weight of the entropy bonus (5.2)
     target_kl: float = 0.1  # stop the epoch, without taking the step, above this approx KL(π_old || π)
-    temperature: float = 0.8  # sampling temperature while training; log-probs are taken at it
+    temperature: float = 1.0  # sampling temperature while training; log-probs are taken at it
     replay_iters: int = 2  # iterations kept in the ring: old and new policies' episodes (3.1)
     priority_alpha: float = 0.0  # minibatches are drawn ~ |δ|^α; 0: uniformly
     priority_beta: float = 0.4  # exponent of their importance weights at the start; grows to 1

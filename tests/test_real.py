@@ -617,6 +617,7 @@ def test_labels_that_end_in_signs():
     elements = page.links + page.buttons
     found = {text: envs._labelled(elements, text) for text in ("purus", "purus!", "augue", "augue.", "ok", "tab", ".")}
     assert {text: e and e.label for text, e in found.items()} == {
-        "purus": "purus.", "purus!": "purus.", "augue": "augue", "augue.": "augue.", "ok": "ok!", "tab": None, ".": None,
+        "purus": "purus.", "purus!": "purus.", "augue": "augue", "augue.": "augue.", "ok": "ok!",
+        "tab": None, ".": None,
     }  # fmt: skip
     assert envs._press(elements, "Purus.") == "click purus."

@@ -46,6 +46,7 @@ STEP_SECONDS, RESET_SECONDS = 90.0, 400.0  # what an environment may take (a bro
 MAX_EPISODE_STEPS = 1000  # an episode that goes on is taken for endless
 MAX_REWARD = 1e6  # a larger one is a mistake: squared, it would overflow the losses
 MAX_STATE_CHARS = 16 * 4096  # kept of a state, its head and its tail: all that `encode_prompt` ever reads
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")  # shapes of products; 1,024 fill up with used-up ones
 
 
 class UserError(Exception):
@@ -510,32 +511,38 @@ class _Flatten(torch.autograd.Function):
 
 
 class Segments:
-    """Sequences of different lengths laid end to end in one row: every layer but attention sees no padding at all."""
+    """Sequences of different lengths laid end to end in one row: every layer but attention sees no padding.
+
+    On CPU a few idle rows (`filler`) round their number up to 64s, and the width of attention is rounded up to 16s:
+    oneDNN builds and keeps code for each shape of a bf16 product, which cost a fifth of the time and up to 2 GB.
+    """
 
     def __init__(self, lengths, device):
-        self.lengths = list(lengths)
+        self.lengths, on_cpu = list(lengths), torch.device(device).type == "cpu"
         self.ends = np.cumsum(self.lengths)  # (B,)
         self.starts = self.ends - self.lengths  # (B,) first row of each sequence
-        self.width = max(self.lengths)
+        self.rows, self.width = int(self.ends[-1]), max(self.lengths)
+        self.filler = -self.rows % 64 if on_cpu else 0
+        self.width += -self.width % 16 if on_cpu else 0
         slot = torch.arange(self.width)[None]  # (1, T)
         length = torch.tensor(self.lengths)[:, None]  # (B, 1)
         first = torch.as_tensor(self.starts)[:, None]
         real = slot < length  # (B, T)
         self.places = real.flatten().nonzero()[:, 0].to(device)  # (N,) slot of each flat token
         self.sources = torch.where(real, first + slot, first).flatten().to(device)  # (B T,) flat token of each slot
-        self.positions = slot.expand_as(real)[real][None].to(device)  # (1, N)
+        self.positions = F.pad(slot.expand_as(real)[real][None], (0, self.filler)).to(device)  # (1, N + filler)
         self.causal = None  # (T, T), added to the scores; the fused kernel of CUDA needs none
-        if torch.device(device).type == "cpu":
+        if on_cpu:
             self.causal = torch.full((self.width, self.width), -math.inf).triu(1)
 
     def pad(self, x):
-        """(1, H, N, d) -> (B, H, T, d)."""
-        x = _Pad.apply(x[0].transpose(0, 1), self.sources, self.places)  # (B T, H, d)
+        """(1, H, N + filler, d) -> (B, H, T, d)."""
+        x = _Pad.apply(x[0].transpose(0, 1)[: self.rows], self.sources, self.places)  # (B T, H, d)
         return x.view(len(self.lengths), self.width, *x.shape[1:]).transpose(1, 2)
 
     def flat(self, x):
-        """(B, T, H, d) -> (1, N, H, d), the padding dropped."""
-        return _Flatten.apply(x.reshape(-1, *x.shape[2:]), self.places)[None]
+        """(B, T, H, d) -> (1, N + filler, H, d), the padding dropped."""
+        return F.pad(_Flatten.apply(x.reshape(-1, *x.shape[2:]), self.places), (0, 0, 0, 0, 0, self.filler))[None]
 
 
 def segment_attention(module, query, key, value, attention_mask, scaling, segments=None, **options):
@@ -683,10 +690,11 @@ class LM:
     # --- forward passes
 
     def _run(self, part, segments: Segments, cache=None, **inputs) -> torch.Tensor:
-        """One pass of a slice over flat tokens -> (N, D)."""
+        """One pass of a slice over flat tokens (1, N) or their embeddings (1, N, D) -> (N, D)."""
+        inputs = {k: F.pad(x, (0, 0, 0, segments.filler)[2 * (x.dim() == 2) :]) for k, x in inputs.items()}
         no_mask = torch.zeros(1, 1, 1, 1, device=self.device)  # a 4-D mask is passed on as it is; attention ignores it
         options = dict(position_ids=segments.positions, attention_mask=no_mask, use_cache=cache is not None)
-        return part(**inputs, **options, cache=cache, segments=segments).last_hidden_state[0]
+        return part(**inputs, **options, cache=cache, segments=segments).last_hidden_state[0, : segments.rows]
 
     @torch.no_grad()
     def trunk(self, sequences: list[list[int]], batch_tokens: int = 4096) -> list[torch.Tensor]:
@@ -2549,11 +2557,11 @@ def memory_report(name: str) -> list[str]:
     return table([f"{name} (estimated)", "GPU memory"], rows)
 
 
-def doctor():
+def doctor(argv=None):
     """Print what this machine can run; with --memory MODEL what a run of that model would take on a GPU."""
     parser = argparse.ArgumentParser(description="What this machine can run, or what a model would take.")
     parser.add_argument("--memory", default="", metavar="MODEL", help="a hub id, a local path or smollm2")
-    if name := parser.parse_args().memory:
+    if name := parser.parse_args(argv).memory:
         print("\n".join(memory_report(name)))
         return
     print(f"versions     {versions()}")

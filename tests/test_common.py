@@ -403,7 +403,7 @@ def test_one_long_state_among_many_short_ones_is_not_padded_to():
 
 
 def test_doctor_runs(capsys):
-    common.doctor()
+    common.doctor([])
     assert "4-bit (NF4)  works" in capsys.readouterr().out
 
 

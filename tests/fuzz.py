@@ -50,7 +50,7 @@ def html(text):
     assert state.count("\n") <= 6 and not re.search(r"[\x00-\x09\x0b-\x1f\u202e]", state)
     goal, seen, done = envs.read_state(state)
     assert goal == "goal" and done == [] and len(seen.links) <= envs.MAX_ELEMENTS
-    for label in (e.label.encode("utf-8", "replace").decode() for e in page.links + page.buttons):  # as a model sees it
+    for label in (e.label for e in page.links + page.buttons):
         assert envs.parse_action(f'click "{label}"')[:2] == ("click", (label,))
 
 

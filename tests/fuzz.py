@@ -46,6 +46,7 @@ TEXT = st.one_of(
 def html(text):
     page = envs.html_to_state(text, goal="goal")
     state = envs.render_state(page, "goal")
+    state.encode("utf-8")
     assert state.startswith("Goal: goal\nPage: ") and state.endswith("\nAction:") and len(state) <= envs.MAX_STATE_CHARS
     assert state.count("\n") <= 6 and not re.search(r"[\x00-\x09\x0b-\x1f\u202e]", state)
     goal, seen, done = envs.read_state(state)

@@ -2358,7 +2358,7 @@ def preference_report(run: Run, steps: list, store: PreferenceStore, window: int
 def mask_names(text: str) -> str:
     """A step's pattern: quoted words, numbers and names (capitalised words behind the first) are masked."""
     text = re.sub(r'"[^"]*"', '"…"', " ".join(text.split()))
-    text = re.sub(r"[\w-]*\d[\w.:-]*", "#", text)
+    text = re.sub(r"(?<![\w-])[\w-]*\d[\w.:-]*", "#", text)  # from the start of a word: linear
     return re.sub(r"(?<=[\w,;:#…\"] )[A-Z][\w'-]*(?: [A-Z][\w'-]*)*", "NAME", text)
 
 

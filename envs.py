@@ -167,7 +167,8 @@ def _whole_tags(body: str) -> str:
 @lru_cache(maxsize=4096)
 def _extract(html: str) -> Page:
     cut = len(html) > MAX_RAW_CHARS
-    body = _without_scripts(html[:MAX_RAW_CHARS].replace("\x00", " "))
+    html = html[:MAX_RAW_CHARS].encode("utf-8", "replace").decode("utf-8")  # the parser raises on a lone surrogate
+    body = _without_scripts(html.replace("\x00", " "))
     if len(body) > MAX_HTML_CHARS:
         body, cut = body[:MAX_HTML_CHARS], True
     pieces = body.split("<", MAX_TAGS)

@@ -181,6 +181,7 @@ TARGETS = {
 def fuzz(name: str, cases: int, number: int = 0):
     """`cases` random texts for a target; raises what the shrunk failing case raises."""
     slowest = [0.0]
+    TARGETS[name]("")  # imports, caches
 
     @seed(number)
     @settings(max_examples=cases, deadline=None, database=None, suppress_health_check=list(HealthCheck))

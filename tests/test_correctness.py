@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import fuzz
 import pytest
 import safetensors.torch
 import torch
@@ -503,6 +504,14 @@ class Rough(Corridor):
 def test_whatever_an_environment_does_costs_its_episode_only(name, tmp_path, monkeypatch):
     monkeypatch.setattr(common, "STEP_SECONDS", 1.0)
     monkeypatch.setattr(common, "MAX_EPISODE_STEPS", 6)
+    original = common.tiny_model
+
+    def narrow(seed):  # 2,048 tokens of every long state take a minute
+        model, tokenizer = original(seed)
+        model.config.max_position_embeddings = 200
+        return model, tokenizer
+
+    monkeypatch.setattr(common, "tiny_model", narrow)
     alarm = signal.getsignal(signal.SIGALRM)
     more = "--demos 0 --total_env_steps 24 --episodes_per_iter 9 --num_envs 9 --target_kl 1e9".split()
     more += "--score_episodes 9 --random_episodes 0".split() if name == "threespo" else []
@@ -559,6 +568,11 @@ def test_an_absurd_state_is_kept_in_part_and_read_the_same(tiny):
     assert short.startswith("goal x1") and short.endswith("x1 last")
     assert tiny.encode_prompt(short, 5) == tiny.encode_prompt(text, 5)
     assert common.bounded("x" * common.MAX_STATE_CHARS) == "x" * common.MAX_STATE_CHARS
+
+
+@pytest.mark.parametrize("name", fuzz.TARGETS)
+def test_any_text_is_read_or_refused_in_bounded_time(name):
+    fuzz.fuzz(name, cases=300)
 
 
 # -------------------------------------------------------------------------------------------------------------- secrets

@@ -626,6 +626,40 @@ def test_early_stop_takes_no_step(fresh):
     assert all(p.grad is None for p in fresh.params("policy").values())
 
 
+def test_a_kl_only_update_lowers_the_kl_to_the_reference(fresh):
+    """Zero advantages, no entropy, no imitation: what is left pulls the policy to the reference, and moves it alone."""
+    args = Args(kl_coef=1.0, ent_coef=0.0, imitation=0.0, target_kl=1e9, policy_passes=1)
+    buffer, steps = Buffer(args), prepared(fresh, args)
+    buffer.add(steps)
+    before = {k: v.detach().clone() for k, v in fresh.peft.named_parameters()}
+    optimizer, path = slea_rl.Optimizer(fresh.params("policy"), 3e-3, warmup=1), []
+    for _ in range(12):
+        logs = slea_rl.update_policy(fresh, optimizer, buffer, 1, args, 0.0, None)
+        assert logs["policy/ref_kl"] >= 0 and logs["policy/pg_loss"] == pytest.approx(0, abs=1e-6)
+        path.append(logs["policy/ref_kl"])
+    assert path[-1] < 0.5 * path[0] and path[0] > 1e-3, path
+    moved = {k for k, v in fresh.peft.named_parameters() if not torch.equal(v, before[k])}
+    assert moved and all(".policy." in k for k in moved)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_nonfinite_number_reaches_no_weights(fresh, bad):
+    args = Args(imitation=0.0, target_kl=1e9, policy_passes=1)
+    steps, buffer, critic = prepared(fresh, args), Buffer(args), Critic(fresh, (-0.5, 1.0), args)
+    evaluator = StepEvaluator(fresh, (-0.5, 1.0), args)
+    for step in steps:
+        step.embeds, step.ret, step.targets = torch.ones(len(step.ends) + 1, 128), 0.5, [0.5] * len(step.ends)
+    steps[0].advantages, steps[0].targets, steps[0].ret = [bad] * 3, [bad] * 3, bad
+    buffer.add(steps)
+    modules = [*evaluator.state_dict().values(), *critic.head.state_dict().values(), *fresh.peft.parameters()]
+    before, policy = [v.detach().clone() for v in modules], slea_rl.Optimizer(fresh.params("policy"), 1e-2, warmup=1)
+    slea_rl.update_policy(fresh, policy, buffer, 1, args, 0.0, None)
+    critic.update(steps, 0.0)
+    evaluator.update(steps, 0.0)
+    assert [o.skipped for o in (policy, critic.optimizer, evaluator.optimizer)] == [1, 1, 1]
+    assert all(torch.equal(a, b) for a, b in zip(before, modules, strict=True))
+
+
 def test_best_steps_are_the_top_thoughts_of_successes():
     buffer = Buffer(Args(imitation_quantile=0.5))
     won = turn_of(4, credits=[0.1, 0.5, 0.9, 50.0], success=True)
@@ -818,6 +852,12 @@ def test_resume_after_kill_equals_never_having_stopped(finished, killed):
     assert strip(finished) == strip(folder)
     one, two = ((f / "report.md").read_text().split("## Most")[1] for f in (finished, folder))
     assert one == two
+
+
+@pytest.mark.e2e
+def test_a_resumed_run_needs_no_more_memory(finished, killed):
+    peaks = [common.read_jsonl(f / "metrics.jsonl")[-1]["perf/peak_rss_mb"] for f in (finished, killed[0])]
+    assert peaks[1] < 1.05 * peaks[0], peaks  # each in a process of its own
 
 
 @pytest.mark.e2e

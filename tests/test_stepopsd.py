@@ -1110,6 +1110,12 @@ def test_resume_equals_never_having_stopped(finished, interrupted):
 
 
 @pytest.mark.e2e
+def test_a_resumed_run_needs_no_more_memory(finished, interrupted):
+    peaks = [common.read_jsonl(f / "metrics.jsonl")[-1]["perf/peak_rss_mb"] for f in (finished, interrupted[0])]
+    assert peaks[1] < 1.05 * peaks[0], peaks  # each in a process of its own
+
+
+@pytest.mark.e2e
 def test_a_run_killed_in_its_last_test_ends_the_same(finished, going_on, capfd, keep_sigint, monkeypatch):
     """Nothing of the last iteration is in memory then: the ring is measured anew before step rewards are shown."""
     original = stepopsd.test

@@ -1470,6 +1470,12 @@ def test_resume_equals_never_having_stopped(finished, interrupted):
     assert strip(finished) == strip(folder)
 
 
+@pytest.mark.e2e
+def test_a_resumed_run_needs_no_more_memory(finished, interrupted):
+    peaks = [common.read_jsonl(f / "metrics.jsonl")[-1]["perf/peak_rss_mb"] for f in (finished, interrupted[0])]
+    assert peaks[1] < 1.05 * peaks[0], peaks  # each in a process of its own
+
+
 def state_of(folder):
     return {
         str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.stat().st_size)

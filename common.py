@@ -46,7 +46,7 @@ STEP_SECONDS, RESET_SECONDS = 90.0, 400.0  # what an environment may take (a bro
 MAX_EPISODE_STEPS = 1000  # an episode that goes on is taken for endless
 MAX_REWARD = 1e6  # a larger one is a mistake: squared, it would overflow the losses
 MAX_STATE_CHARS = 16 * 4096  # kept of a state, its head and its tail: all that `encode_prompt` ever reads
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")  # shapes of products; 1,024 fill up with used-up ones
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")  # shapes whose code is kept; its own 1,024 take memory
 
 
 class UserError(Exception):
@@ -514,7 +514,7 @@ class Segments:
     """Sequences of different lengths laid end to end in one row: every layer but attention sees no padding.
 
     On CPU a few idle rows (`filler`) round their number up to 64s, and the width of attention is rounded up to 16s:
-    oneDNN builds and keeps code for each shape of a bf16 product, which cost a fifth of the time and up to 2 GB.
+    oneDNN builds and keeps code for each shape of a bf16 product, which cost a fifth of an update's time and over 1 GB.
     """
 
     def __init__(self, lengths, device):
@@ -691,7 +691,8 @@ class LM:
 
     def _run(self, part, segments: Segments, cache=None, **inputs) -> torch.Tensor:
         """One pass of a slice over flat tokens (1, N) or their embeddings (1, N, D) -> (N, D)."""
-        inputs = {k: F.pad(x, (0, 0, 0, segments.filler)[2 * (x.dim() == 2) :]) for k, x in inputs.items()}
+        rows = (0, segments.filler)  # behind the others
+        inputs = {k: F.pad(x, rows if x.dim() == 2 else (0, 0, *rows)) for k, x in inputs.items()}
         no_mask = torch.zeros(1, 1, 1, 1, device=self.device)  # a 4-D mask is passed on as it is; attention ignores it
         options = dict(position_ids=segments.positions, attention_mask=no_mask, use_cache=cache is not None)
         return part(**inputs, **options, cache=cache, segments=segments).last_hidden_state[0, : segments.rows]

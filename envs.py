@@ -3413,6 +3413,12 @@ def _parse_page_action(text: str, page: Page) -> Action:
 # ======================================================================================================================
 
 
+def _read_command(text: str) -> str:
+    """A game's command, without an `Action:` before it and signs around it."""
+    text = clean(text[:MAX_ACTION_CHARS])
+    return re.sub(r"^\W*(?:action\s*:)?\W*|\W+$", "", text, flags=re.IGNORECASE).lower()
+
+
 class TextWorld(Env):
     """A text adventure made by TextWorld's own generator (arXiv 1806.11532) from the task's seed, kept in a cache.
 
@@ -3548,8 +3554,7 @@ class TextWorld(Env):
 
     def _act(self, text: str) -> tuple[float, bool]:
         s = self.state
-        text = text[:MAX_ACTION_CHARS]
-        command = re.sub(r"^\W*(?:action\s*:)?\W*|\W+$", "", clean(text), flags=re.IGNORECASE).lower()
+        command = _read_command(text)
         s["repaired"] = command != text
         if command not in self.game.admissible_commands:
             s.update(valid=False, error="not possible here")

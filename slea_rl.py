@@ -81,7 +81,7 @@ class Args:
     evaluator_passes: float = 4.0  # passes of the evaluator over the buffer an iteration
     imitation: float = 0.1  # β of (6) at the start, falls to 0 over the run (article 2.3)
     imitation_quantile: float = 0.2  # best share of the steps of successful episodes that is imitated
-    critic_l2: float = 2000.0  # weight of ||w||² in the least squares of the value head, fitted to the whole buffer
+    critic_l2: float = 2000.0  # ridge of the value head's least squares over the whole buffer; 0: no such fit
     critic_passes: float = 0.0  # instead: gradient passes of adapter and head over the fresh turns an iteration
     critic_lr: float = 6e-4  # their learning rate
     critic_minibatch: int = 16  # turns a gradient update
@@ -336,14 +336,15 @@ class Critic:
 
     @torch.no_grad()
     def fit_head(self, steps: list[Step]) -> float:
-        """Least squares for the head alone: Σ (score - target)² + critic_l2 ||w||² over all micro-steps of the turns.
+        """Least squares for the head alone: Σ (score - target)² + critic_l2 ||w||² over all micro-steps.
 
         The adapter stays the clone's copy, so `Step.read` of older turns holds. Returns the mean squared error.
         """
         x = torch.cat([s.read for s in steps]).to(self.lm.device)  # (M, D)
         y = torch.as_tensor(self.to_score([g for s in steps for g in s.targets])).to(x)  # (M,)
-        self.head.weight[0], self.head.bias[0] = common.ridge(x, y, self.args.critic_l2)
-        self.optimizer.adopt()
+        if self.args.critic_l2:
+            self.head.weight[0], self.head.bias[0] = common.ridge(x, y, self.args.critic_l2)
+            self.optimizer.adopt()
         return float((self.head(x)[:, 0] - y).square().mean())
 
     def update(self, steps: list[Step], progress: float) -> float:

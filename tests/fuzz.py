@@ -108,9 +108,11 @@ def thought(text):
 
 
 def textworld(text):
-    """The part of its action parser that needs no game."""
-    command = re.sub(r"[\s]+", " ", envs.clean(text[: envs.MAX_ACTION_CHARS]))
-    assert command == envs.clean(command) and not re.search(r"[\x00-\x1f]", command)
+    """Its action parser; the rest of a step needs a game."""
+    command = envs._read_command(text)
+    assert not re.search(r"[\x00-\x1f]", command) and len(command) <= 3 * envs.MAX_ACTION_CHARS  # lower() may lengthen
+    assert not re.match(r"\W", command)
+    assert envs._read_command(f"Action: {command}.") == envs._read_command(command)
 
 
 @cache

@@ -548,6 +548,10 @@ def test_the_critics_least_squares_meet_their_targets_and_no_adapter_moves(fresh
     for s in steps:
         assert s.values == pytest.approx(s.targets, abs=1e-3)
     assert all(torch.equal(p, before[k]) for k, p in fresh.params("value").items())
+    args.critic_l2 = 0.0  # no fit: the head stays as it was
+    before = critic.head.weight.clone()
+    critic.fit_head(steps)
+    assert torch.equal(critic.head.weight, before)
     args.critic_l2 = 1e12  # the penalty leaves the mean alone
     critic.fit_head(steps)
     mean = np.mean([g for s in steps for g in s.targets])

@@ -513,17 +513,17 @@ class _Flatten(torch.autograd.Function):
 class Segments:
     """Sequences of different lengths laid end to end in one row: every layer but attention sees no padding.
 
-    On CPU a few idle rows (`filler`) round their number up to 64s, and the width of attention is rounded up to 16s:
-    oneDNN builds and keeps code for each shape of a bf16 product, which cost a fifth of an update's time and over 1 GB.
+    few_shapes (bf16 on CPU): idle rows (`filler`) round their number up to 64s, and attention's width is rounded up to
+    16s. oneDNN builds and keeps code for each shape of a bf16 product: a fifth of an update's time and over 1 GB.
     """
 
-    def __init__(self, lengths, device):
-        self.lengths, on_cpu = list(lengths), torch.device(device).type == "cpu"
+    def __init__(self, lengths, device, few_shapes: bool = False):
+        self.lengths = list(lengths)
         self.ends = np.cumsum(self.lengths)  # (B,)
         self.starts = self.ends - self.lengths  # (B,) first row of each sequence
         self.rows, self.width = int(self.ends[-1]), max(self.lengths)
-        self.filler = -self.rows % 64 if on_cpu else 0
-        self.width += -self.width % 16 if on_cpu else 0
+        self.filler = -self.rows % 64 if few_shapes else 0
+        self.width += -self.width % 16 if few_shapes else 0
         slot = torch.arange(self.width)[None]  # (1, T)
         length = torch.tensor(self.lengths)[:, None]  # (B, 1)
         first = torch.as_tensor(self.starts)[:, None]
@@ -532,7 +532,7 @@ class Segments:
         self.sources = torch.where(real, first + slot, first).flatten().to(device)  # (B T,) flat token of each slot
         self.positions = F.pad(slot.expand_as(real)[real][None], (0, self.filler)).to(device)  # (1, N + filler)
         self.causal = None  # (T, T), added to the scores; the fused kernel of CUDA needs none
-        if on_cpu:
+        if torch.device(device).type == "cpu":
             self.causal = torch.full((self.width, self.width), -math.inf).triu(1)
 
     def pad(self, x):
@@ -585,8 +585,8 @@ class LM:
         self.adapters, self.dense_cache, self.first_layer = tuple(adapters), dense_cache, first
         causal = peft_model.base_model.model
         self.config, self.head = causal.config, causal.lm_head
-        rounded = self.compute == torch.bfloat16 and self.device.type == "cpu"
-        self.head_fp32 = self.head.weight.detach().float() if rounded else None
+        self.bf16_on_cpu = self.compute == torch.bfloat16 and self.device.type == "cpu"
+        self.head_fp32 = self.head.weight.detach().float() if self.bf16_on_cpu else None
         self.hidden_size, self.num_layers = causal.config.hidden_size, causal.config.num_hidden_layers
         self.four_bit = bool(getattr(causal, "is_loaded_in_4bit", False))
         eos = getattr(causal.generation_config, "eos_token_id", None) or causal.config.eos_token_id
@@ -702,7 +702,7 @@ class LM:
         """Output of the frozen lower layers for each id sequence: a list of (T_i, D) tensors on the CPU."""
         out = [None] * len(sequences)
         for batch in token_batches([len(s) for s in sequences], batch_tokens):
-            segments = Segments([len(sequences[i]) for i in batch], self.device)
+            segments = Segments([len(sequences[i]) for i in batch], self.device, self.bf16_on_cpu)
             ids = torch.tensor([t for i in batch for t in sequences[i]], device=self.device)[None]  # (1, N)
             hidden = self._run(self.lower, segments, input_ids=ids).to("cpu")  # (N, D)
             for i, rows in zip(batch, hidden.split(segments.lengths), strict=True):
@@ -714,7 +714,7 @@ class LM:
 
         Returns the hidden states after the final norm (N, D), N = sum of T_i, and the first row of each sequence (B,).
         """
-        segments = Segments([len(h) for h in trunks], self.device)
+        segments = Segments([len(h) for h in trunks], self.device, self.bf16_on_cpu)
         embeds = torch.cat(trunks).to(self.device, self.compute)[None]  # (1, N, D)
         return self._run(self.upper, segments, inputs_embeds=embeds), segments.starts
 
@@ -748,7 +748,7 @@ class LM:
         """
         from transformers import DynamicCache
 
-        segments = Segments([len(p) for p in prompts], self.device)
+        segments = Segments([len(p) for p in prompts], self.device, self.bf16_on_cpu)
         lengths = torch.tensor(segments.lengths, device=self.device)  # (B,)
         caches = DynamicCache(config=self.lower.config), DynamicCache(config=self.upper.config)
         ids = torch.tensor([t for p in prompts for t in p], device=self.device)[None]  # (1, N)

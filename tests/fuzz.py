@@ -112,7 +112,8 @@ def textworld(text):
     command = envs._read_command(text)
     assert not re.search(r"[\x00-\x1f]", command) and len(command) <= 3 * envs.MAX_ACTION_CHARS  # lower() may lengthen
     assert not re.match(r"\W", command)
-    assert envs._read_command(f"Action: {command}.") == envs._read_command(command)
+    if len(command) < envs.MAX_ACTION_CHARS - len("Action: ."):  # a longer one is cut elsewhere
+        assert envs._read_command(f"Action: {command}.") == envs._read_command(command)
 
 
 @cache

@@ -3416,7 +3416,7 @@ def _parse_page_action(text: str, page: Page) -> Action:
 def _read_command(text: str) -> str:
     """A game's command, without an `Action:` before it and signs around it."""
     text = clean(text[:MAX_ACTION_CHARS])
-    return re.sub(r"^\W*(?:action\s*:)?\W*|\W+$", "", text, flags=re.IGNORECASE).lower()
+    return re.sub(r"^\W*(?:action\s*:\W*)*|\W+$", "", text, flags=re.IGNORECASE).lower()
 
 
 class TextWorld(Env):

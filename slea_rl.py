@@ -145,7 +145,7 @@ def split_answer(text: str) -> tuple[list[tuple[int, str]], str]:
             marks.append((m.start(), ".".join(map(str, number))))
             previous = number
     kind = "cut_off" if not closings else "think" if marks else "unnumbered"
-    marks = [(0, marks[0][1] if marks else "1"), *marks[1:]]
+    marks = [(0, marks[0][1] if marks else "1"), *marks[1:]] if closed else []  # `</think>` at once: no thought
     return [*marks, *[(closed, "")][: len(closings)]], kind
 
 

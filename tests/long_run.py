@@ -25,10 +25,10 @@ sys.path.insert(0, str(ROOT))
 
 import common  # noqa: E402
 
-FLAGS = """--env gridworld --model tiny --demos 40 --warmup_epochs 4 --episodes_per_iter 2 --num_envs 2
+FLAGS = """--env gridworld --model tiny --demos 300 --episodes_per_iter 2 --num_envs 2
     --val_episodes 1 --eval_episodes 1 --lora_rank 8 --lora_layers 1 --minibatch 64 --total_env_steps 1000000000
-    --eval_every 1000000 --seed 1""".split()
-MORE = {"threespo": "--score_episodes 5 --random_episodes 0 --score_epochs 1".split(),
+    --eval_every 1000000 --policy_passes 0.3 --seed 1""".split()
+MORE = {"threespo": "--score_episodes 5 --random_episodes 0 --score_epochs 1 --score_passes 0.2".split(),
         "stepopsd": "--pairs 4 --rm_ensemble 1 --rm_passes 0.2 --rm_memory 40 --segment_len 2-3".split(),
         "slea_rl": "--evaluator_passes 1".split()}  # fmt: skip
 

@@ -621,3 +621,17 @@ def test_labels_that_end_in_signs():
         "tab": None, ".": None,
     }  # fmt: skip
     assert envs._press(elements, "Purus.") == "click purus."
+
+
+@pytest.mark.parametrize("algorithm", ["stepopsd", "slea_rl"])
+@pytest.mark.parametrize("env", [pytest.param("miniwob/click-tab-2", marks=pytest.mark.browser),
+                                 pytest.param("textworld/coin_collector-1", marks=pytest.mark.textworld)])  # fmt: skip
+def test_the_other_algorithms_run_on_pages_and_games(tmp_path, algorithm, env):
+    """From the warm-up to the test, with the whole action as a step (threespo.py is measured on both in the README)."""
+    flags = ["--pairs", "12"] if algorithm == "stepopsd" else []
+    argv = [sys.executable, str(ROOT / f"{algorithm}.py"), "--env", env, "--out", str(tmp_path / "run"), *TINY, *flags]
+    result = subprocess.run(argv, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    rows = common.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert any(row["stage"] != "warmup" and row.get("rollout/env_errors") == 0 for row in rows)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["test"]["episodes"] == 3

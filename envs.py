@@ -697,7 +697,12 @@ class WebNav(Env):
 
     @property
     def task(self) -> str:
-        return self.shop.kind
+        return "search" if self.shop.by_search else self.shop.kind
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Values of `task`."""
+        return (*self.KINDS, "search")
 
     # ---- the task ----------------------------------------------------------------------------------------------------
 

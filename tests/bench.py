@@ -1,17 +1,28 @@
 """Speed of the parts of a run: python tests/bench.py [--env webnav] [--model smollm2] [--episodes 24] [--demos 30]
 
 Prints tokens a second for sampling (environment and decoding included), for the policy update and for the score, each
-as a share of what the measured matrix-multiplication peak would allow, and the peak memory. The policy clones `--demos`
-expert episodes first (that pass is the update measured), so that it samples as a run does.
+as a share of what the measured matrix-multiplication peak would allow, the seconds of one iteration by phase, and the
+peak memory. The policy clones `--demos` expert episodes first (that pass is the update measured), so that it samples as
+a run does.
+
+`--vs_trl` compares with GRPOTrainer of TRL (pip install -c requirements.txt trl==1.16.0) instead: both sample groups of
+completions of the same length for the same states, take log-probs under the policy before the update and under the
+reference, and make two updates of 96 completions each; same 4-bit base, compute dtype and LoRA shapes. Each has a
+process of its own; the first round, in which caches fill, is not counted. `--trl_rows` completions go through TRL's
+model at once.
 """
 
 import argparse
+import importlib.util
+import multiprocessing
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import torch
 
 import common
@@ -50,13 +61,164 @@ def update(learner, steps, minibatch: int) -> float:
     return time.perf_counter() - start
 
 
+def iteration(learner, scorer, steps, sample_s: float, score_s: float) -> dict[str, float]:
+    """Seconds of an iteration's phases on the steps just sampled (in `sample_s`) and scored (in `score_s`)."""
+    lm, args, clock = learner.lm, learner.args, common.Stopwatch()
+    lm.copy_adapter("policy", "ref")
+    for step in steps:
+        step.version = 1
+    common.fill_logprobs(threespo.token_logprobs, lm, steps, args, logp="policy", ref_logp="ref")
+    clock.lap("log-probs")
+    threespo.fill_values(scorer, steps)
+    threespo.fill_advantages(steps, args)
+    scorer.fit_head(steps)
+    clock.lap("score")
+    replay = threespo.Replay(args)
+    replay.add(steps)
+    threespo.update_policy(lm, learner.policy, replay, 1, args, 0.0, False)
+    clock.lap("policy")
+    return {"collect": sample_s, **clock.laps, "score": clock.laps["score"] + score_s}
+
+
+# ------------------------------------------------------------------------------------------------- the same job in TRL
+MINIBATCH = 96  # completions an update; two updates a round
+
+
+def overlap(text: str, goal: str) -> float:
+    """A reward that both can compute: the share of the goal's words that the completion holds."""
+    return len(set(text.split()) & set(goal.split())) / max(len(set(goal.split())), 1)
+
+
+def make_job(given) -> dict:
+    """The states of expert episodes, as text, and the expert's action in each, in one list for each round."""
+    env, states = make_env(given.env, seed=1, split="train"), []
+    rounds, size = given.rounds + 1, 2 * MINIBATCH // given.group
+    while len(states) < rounds * size:
+        obs, _ = env.reset()
+        over = False
+        while not over:
+            states.append((obs, env.expert()))
+            obs, _, terminated, truncated, _ = env.step(states[-1][1])
+            over = terminated or truncated
+    names = "model", "group", "completion", "trl_rows", "trl_attention"
+    rounds = [states[i * size : (i + 1) * size] for i in range(rounds)]
+    return {**{name: getattr(given, name) for name in names}, "rounds": rounds}
+
+
+def ours(job: dict) -> dict:
+    lm = common.load_model(job["model"], seed=1, adapters=("policy", "ref"))
+    lm.eos_ids = set()  # every completion has the full length
+    args = threespo.Args(minibatch=MINIBATCH, policy_passes=1.0, priority_alpha=0.0, target_kl=1e9)
+    optimizer = common.Optimizer(lm.params("policy"), 1e-5, warmup=1)
+    noise, laps = torch.Generator(lm.device).manual_seed(1), []
+    for version, states in enumerate(job["rounds"]):
+        start, steps = time.perf_counter(), []
+        asked = [(lm.encode(obs), goal) for obs, goal in states for _ in range(job["group"])]
+        for first in range(0, len(asked), args.num_envs):
+            part = asked[first : first + args.num_envs]
+            outs = lm.generate([ids for ids, _ in part], job["completion"], 1.0, noise)
+            for (ids, goal), out in zip(part, outs, strict=True):
+                steps.append(threespo.Step(ids, out["trunk"], out["ids"], overlap(lm.decode(out["ids"]), goal),
+                                           terminated=True, version=version))  # fmt: skip
+        rewards = np.array([s.reward for s in steps]).reshape(len(states), -1)  # (states, group)
+        advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-4)
+        for step, advantage in zip(steps, advantages.ravel(), strict=True):
+            step.advantage = float(advantage)
+        common.fill_logprobs(threespo.token_logprobs, lm, steps, args, logp="policy", ref_logp="ref")
+        replay = threespo.Replay(args)
+        replay.add(steps)
+        threespo.update_policy(lm, optimizer, replay, version, args, 0.0, False)
+        laps.append((time.perf_counter() - start, sum(len(s.state) + len(s.action) for s in steps)))
+    return {"laps": laps, **common.peak_memory()}
+
+
+def trl(job: dict) -> dict:
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    path = common.smollm2_path() if job["model"] == "smollm2" else job["model"]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    quant = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                               bnb_4bit_compute_dtype=torch.bfloat16)  # fmt: skip
+    cpu = not torch.cuda.is_available()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, quantization_config=quant,
+                                                 attn_implementation=job["trl_attention"],
+                                                 device_map={"": "cpu" if cpu else "cuda"})  # fmt: skip
+    if cpu:
+        common._fix_4bit_on_cpu(model, torch.bfloat16, dense_cache=False)  # else its gradients are garbage
+    layers = model.config.num_hidden_layers
+    lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules=common.LORA_TARGETS,
+                      layers_to_transform=list(range(layers // 2, layers)))  # fmt: skip
+    states, passes = [row for states in job["rounds"] for row in states], MINIBATCH // job["trl_rows"]
+    lengths, marks = [], []
+
+    def reward(prompts, completions, goal, completion_ids, **_):
+        lengths.append(sum(len(tokenizer(p).input_ids) + len(c) for p, c in zip(prompts, completion_ids, strict=True)))
+        return [overlap(text, words) for text, words in zip(completions, goal, strict=True)]
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            marks.append(time.perf_counter())
+
+        def on_step_end(self, *_, **__):
+            marks.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder, per_device_train_batch_size=job["trl_rows"], num_generations=job["group"],
+            gradient_accumulation_steps=passes, steps_per_generation=2 * passes,
+            max_completion_length=job["completion"], generation_kwargs={"min_new_tokens": job["completion"]},
+            temperature=1.0, beta=0.01, learning_rate=1e-5, max_steps=2 * len(job["rounds"]), bf16=True, use_cpu=cpu,
+            gradient_checkpointing=False, shuffle_dataset=False, save_strategy="no", report_to="none",
+            logging_strategy="no", disable_tqdm=True, seed=1,
+        )  # fmt: skip
+        data = Dataset.from_dict({"prompt": [obs for obs, _ in states], "goal": [goal for _, goal in states]})
+        trainer = GRPOTrainer(model, reward, args=config, train_dataset=data, processing_class=tokenizer,
+                              peft_config=lora, callbacks=[Clock()])  # fmt: skip
+        trainer.train()
+    rounds = [marks[2 * i + 2] - marks[2 * i] for i in range(len(job["rounds"]))]
+    return {"laps": list(zip(rounds, lengths, strict=True)), **common.peak_memory()}
+
+
+def compare(given) -> int:
+    job, rates = make_job(given), []
+    print("| who | completions | prompt + completion tokens | s a round | tokens/s | peak MB |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for contestant in (ours, trl):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found = pool.apply(contestant, (job,))
+        seconds, tokens = np.array(found["laps"][1:]).T  # (rounds,) each
+        rates.append(tokens.sum() / seconds.sum())
+        print(f"| {contestant.__name__} | {2 * MINIBATCH} x {len(seconds)} | {tokens.sum():.0f} "
+              f"| {', '.join(f'{s:.1f}' for s in seconds)} | {rates[-1]:.0f} "
+              f"| {found['peak_rss_mb']:.0f} |", flush=True)  # fmt: skip
+    print(f"groups of {given.group}, {given.completion} tokens a completion, {torch.get_num_threads()} threads; "
+          f"TRL with {given.trl_rows} rows a pass, {given.trl_attention} attention")  # fmt: skip
+    print(f"ratio: {rates[0] / rates[1]:.2f}")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", default="webnav")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--episodes", type=int, default=24, help="episodes sampled")
     parser.add_argument("--demos", type=int, default=30, help="expert episodes cloned")
+    parser.add_argument("--vs_trl", action="store_true", help="compare with TRL's GRPOTrainer and stop")
+    parser.add_argument("--group", type=int, default=8, help="completions of a state, against TRL")
+    parser.add_argument("--completion", type=int, default=8, help="tokens of a completion, against TRL")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds measured, against TRL")
+    parser.add_argument("--trl_rows", type=int, default=16, help="rows of a pass in TRL (96 must be a multiple)")
+    parser.add_argument("--trl_attention", default="eager", help="eager or sdpa (slower in bf16 on a CPU)")
     given = parser.parse_args()
+    if given.vs_trl:
+        if importlib.util.find_spec("trl") is None:
+            parser.error("--vs_trl needs TRL: pip install -c requirements.txt trl==1.16.0")
+        if MINIBATCH % given.trl_rows or 2 * MINIBATCH % given.group or given.model in ("tiny", "auto"):
+            parser.error("--trl_rows must divide 96, --group 192, and --model be smollm2, a hub id or a path")
+        return compare(given)
     args = threespo.Args(env=given.env, model=given.model, demos=given.demos, demo_noise=0.0)
     tiny = given.model == "tiny"
     lm = common.load_model(given.model, seed=1, adapters=("policy", "score", "ref"), load_4bit=not tiny,
@@ -80,6 +242,7 @@ def main() -> int:
     start = time.perf_counter()
     scorer.score(steps)
     score_s, scored = time.perf_counter() - start, sum(len(s.state) for s in steps)
+    phases = iteration(learner, scorer, steps, sample_s, score_s)
     whole, upper = matrix_weights(lm)
     rows = (("sampling (prompt + generated)", sampled, sample_s, 2 * whole),
             ("policy update, trunk known", useful, update_s, 4 * upper),
@@ -92,6 +255,9 @@ def main() -> int:
         print(f"| {name} | {tokens} | {seconds:.1f} | {tokens / seconds:.0f} | {100 * share:.0f}% |")
     print(f"environment: {stats['steps'] / sample_s:.1f} steps/s; padding in the update's attention: "
           f"{100 * (padded / useful - 1):.0f}%; {common.peak_memory()}")  # fmt: skip
+    scale = args.episodes_per_iter / given.episodes
+    print(f"an iteration of {args.episodes_per_iter} episodes, from {given.episodes}: "
+          + ", ".join(f"{name} {seconds * scale:.0f} s" for name, seconds in phases.items()))  # fmt: skip
     return 0
 
 

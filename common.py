@@ -16,7 +16,6 @@ import functools
 import hashlib
 import http.client
 import inspect
-import itertools
 import json
 import math
 import os
@@ -904,21 +903,16 @@ def demonstrations(lm: LM, env, args) -> list[tuple[list[int], dict]]:
     With probability `demo_noise` some action seen before is carried out in place of the expert's, legal here or not;
     the step still teaches what the expert would do (noise injection, DART, arXiv 1703.09327): demonstrations without
     mistakes never show how to recover from one, and their clone repeats its first illegal action to the end.
-    An environment with `kinds` is shown doing each of them in turn, however rare: RL learns nothing from what never
-    succeeds. An episode whose environment raises is left out; UserError: ten in a row, or all of them.
+    An episode whose environment raises is left out; UserError: ten in a row, or all of them.
     """
     states, texts = [], []
     rng = rng_for(args.seed, "demonstrations")
     pool = EnvPool(lambda *_, **__: env, args, "train")
 
-    tasks = itertools.count(10**6)  # tasks no rollout uses
-
-    def play(kind):
+    def play(task):
         first = len(texts)
         try:
-            obs, info = env.reset(seed=next(tasks))
-            while kind and info["task"] != kind:
-                obs, info = env.reset(seed=next(tasks))
+            obs, _ = env.reset(seed=task)
             for _ in range(MAX_EPISODE_STEPS):
                 prompt, text = lm.encode_prompt(str(obs), env.max_action_tokens)[0], str(env.expert())
                 states.append(prompt)
@@ -933,9 +927,8 @@ def demonstrations(lm: LM, env, args) -> list[tuple[list[int], dict]]:
             del states[first:], texts[first:]
             raise
 
-    kinds = itertools.cycle(getattr(env, "kinds", None) or [""])
-    for index, kind in enumerate(itertools.islice(kinds, args.demos)):
-        pool.attempt(f"of demonstration {index}", functools.partial(play, kind), RESET_SECONDS)
+    for task in range(10**6, 10**6 + args.demos):  # tasks no rollout uses
+        pool.attempt(task, functools.partial(play, task), RESET_SECONDS)
     if args.demos and not states:
         raise UserError(f"every one of {args.demos} demonstrations was dropped: the environment {args.env} fails")
     return list(zip(states, demonstrated(lm, states, texts), strict=True)) if states else []

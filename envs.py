@@ -697,12 +697,7 @@ class WebNav(Env):
 
     @property
     def task(self) -> str:
-        return "search" if self.shop.by_search else self.shop.kind
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Values of `task`."""
-        return (*self.KINDS, "search")
+        return self.shop.kind
 
     # ---- the task ----------------------------------------------------------------------------------------------------
 

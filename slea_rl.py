@@ -537,7 +537,7 @@ def normalise(advantages: np.ndarray, clip: float) -> np.ndarray:
 
 
 def ppo_loss(logp, old_logp, ref_logp, entropy, advantages, weights, args):
-    """Equation (5), summed over the N action tokens given; the caller divides by the weights of a minibatch.
+    """Equation (5), summed over the N action tokens given; the caller divides by the minibatch's token count.
 
     All arguments (N,): advantages and weights are those of the token's step. Returns (loss, sums): the sums are
     detached diagnostics. k3(π || π_ref) = e^d - d - 1 with d = log π_ref - log π is never negative. Where d > 3

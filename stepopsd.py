@@ -574,7 +574,7 @@ def normalise(advantages: np.ndarray, clip: float) -> np.ndarray:
 
 
 def ppo_loss(logp, old_logp, ref_logp, entropy, advantages, weights, args):
-    """Equation (5), summed over the N action tokens given; the caller divides by the weights of a minibatch.
+    """Equation (5), summed over the N action tokens given; the caller divides by the minibatch's token count.
 
     All arguments (N,): advantages and weights are those of the token's step. Returns (loss, sums): the sums are
     detached diagnostics. k3(π || π_ref) = e^d - d - 1 with d = log π_ref - log π is never negative. Where d > 3
@@ -606,8 +606,7 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
     logs, start, useful, stopped = [], time.perf_counter(), 0, False
     for first in range(0, len(batch), args.minibatch):
         chunk, w = batch[first : first + args.minibatch], weights[first : first + args.minibatch]
-        tokens, sums = np.array([len(s.action) for s in chunk]), Counter()
-        weight = float(tokens @ w)  # not their number: w falls by half as β grows, and the updates would with it
+        tokens, sums = sum(len(s.action) for s in chunk), Counter()
         with lm.adapter("policy"):
             for rows in token_batches([len(s.trunk) for s in chunk], args.micro_tokens):
                 part = [chunk[i] for i in rows]
@@ -618,15 +617,14 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
                 of_token = torch.tensor(of_step, dtype=torch.float32).repeat_interleave(lengths, 0)  # (N, 3)
                 advantages, importance, now = of_token.T.to(lm.device)  # (N,) each
                 loss, part_sums = ppo_loss(logp, old, ref, entropy, advantages, importance, args)
-                (loss / weight).backward()  # mean over the tokens of the whole minibatch, whatever its micro-batches
+                (loss / tokens).backward()  # mean over the tokens of the whole minibatch, whatever its micro-batches
                 sums.update({k: float(v) for k, v in part_sums.items()})
                 log_ratio = (logp - old).detach()
                 sums.update(approx_kl=float((now * (log_ratio.exp() - 1 - log_ratio)).sum()), fresh=int(now.sum()),
                             ratio_dev=float((now * (log_ratio.exp() - 1).abs()).sum()))  # fmt: skip
                 useful += sum(len(s.trunk) for s in part)
         count = max(sums.pop("fresh"), 1)
-        per = {"approx_kl": count, "ratio_dev": count, "pg_loss": weight}
-        row = {k: v / per.get(k, tokens.sum()) for k, v in sums.items()}
+        row = {k: v / (count if k in ("approx_kl", "ratio_dev") else tokens) for k, v in sums.items()}
         logs.append(row)
         if np.mean([r["approx_kl"] for r in logs[-4:]]) > args.target_kl:  # one minibatch alone is too noisy
             optimizer.zero_grad()

@@ -8,8 +8,8 @@ Source: the article "3SPO" (sections 2-5); numbers below are used at the functio
 (3) score loss  w (S - Ĝ)² - β_H H(p)          (or the histogram cross-entropy, --score_loss hlgauss)
 (4) advantage   δ_t = r_t + γ V(s_{t+1}) - V(s_t),  A_t = Σ_l (γλ)^l δ_{t+l}
                 λ = 0 is the pure score difference "move to higher-scored states", λ = 1 is the article's G_t - V(s_t)
-(5) policy      -min(ρ A, clip(ρ, 1-ε, 1+ε) A) + kl_coef k3(π || π_ref) - ent_coef H,  w-weighted mean over tokens
-(6) replay      P(i) ~ (|δ_i| + ε)^α,  importance weight w_i = (N P_i)^-β / max
+(5) policy      -min(ρ A, clip(ρ, 1-ε, 1+ε) A) + kl_coef k3(π || π_ref) - ent_coef H,  mean over action tokens
+(6) replay      P(i) ~ (|δ_i| + ε)^α,  importance weight (N P_i)^-β / max
 
 Stages: warmup (clone a few demonstrations) -> score (fit S on the warmed policy's and random episodes) -> 3spo (repeat:
 collect, update score, recompute V and A of the whole replay ring, update policy). --algo ppo is the same file without
@@ -404,7 +404,7 @@ def normalise(advantages: np.ndarray, clip: float) -> np.ndarray:
 
 
 def ppo_loss(logp, old_logp, ref_logp, entropy, advantages, weights, args):
-    """Equation (5), summed over the N action tokens given; the caller divides by the weights of a minibatch.
+    """Equation (5), summed over the N action tokens given; the caller divides by the minibatch's token count.
 
     All arguments (N,): advantages and weights are those of the token's step. Returns (loss, sums): the sums are
     detached diagnostics. k3(π || π_ref) = e^d - d - 1 with d = log π_ref - log π is never negative. Where d > 3
@@ -436,8 +436,7 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
     logs, start, useful, stopped = [], time.perf_counter(), 0, False
     for first in range(0, len(batch), args.minibatch):
         chunk, w = batch[first : first + args.minibatch], weights[first : first + args.minibatch]
-        tokens, sums = np.array([len(s.action) for s in chunk]), Counter()
-        weight = float(tokens @ w)  # not their number: w falls by half as β grows, and the updates would with it
+        tokens, sums = sum(len(s.action) for s in chunk), Counter()
         with lm.adapter("policy"):
             for rows in token_batches([len(s.trunk) for s in chunk], args.micro_tokens):
                 part = [chunk[i] for i in rows]
@@ -448,15 +447,14 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
                 of_token = torch.tensor(of_step, dtype=torch.float32).repeat_interleave(lengths, 0)  # (N, 3)
                 advantages, importance, now = of_token.T.to(lm.device)  # (N,) each
                 loss, part_sums = ppo_loss(logp, old, ref, entropy, advantages, importance, args)
-                (loss / weight).backward()  # mean over the tokens of the whole minibatch, whatever its micro-batches
+                (loss / tokens).backward()  # mean over the tokens of the whole minibatch, whatever its micro-batches
                 sums.update({k: float(v) for k, v in part_sums.items()})
                 log_ratio = (logp - old).detach()
                 sums.update(approx_kl=float((now * (log_ratio.exp() - 1 - log_ratio)).sum()), fresh=int(now.sum()),
                             ratio_dev=float((now * (log_ratio.exp() - 1).abs()).sum()))  # fmt: skip
                 useful += sum(len(s.trunk) for s in part)
         count = max(sums.pop("fresh"), 1)
-        per = {"approx_kl": count, "ratio_dev": count, "pg_loss": weight}
-        row = {k: v / per.get(k, tokens.sum()) for k, v in sums.items()}
+        row = {k: v / (count if k in ("approx_kl", "ratio_dev") else tokens) for k, v in sums.items()}
         logs.append(row)
         if np.mean([r["approx_kl"] for r in logs[-4:]]) > args.target_kl:  # one minibatch alone is too noisy
             optimizer.zero_grad()

@@ -397,7 +397,6 @@ def test_goal_shares_follow_the_knob():
     total = sum(env.KINDS.values())
     for kind, share in env.KINDS.items():
         assert abs(kinds.count(kind) / 600 - share / total) < 0.06
-    assert set(kinds) == set(env.kinds) and 0 < kinds.count("search") < 60  # 5% of the product tasks
 
 
 def test_judge_grows_with_the_transcript():

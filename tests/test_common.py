@@ -198,6 +198,20 @@ def test_generation_config_of_a_checkpoint_never_reaches_sampling(tmp_path):
 # ------------------------------------------------------------------------------------------------------ 4-bit gradients
 
 
+def test_activations_are_recomputed_where_they_are_large(monkeypatch):
+    """Qwen2.5-7B keeps 2.1 GiB a pass: too much for a GPU with 8 GiB free, not for one with 40."""
+    from transformers import Qwen2Config
+
+    seven = Qwen2Config(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+                        num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False)  # fmt: skip
+    for gib, expected in ((8, True), (40, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, g=gib: (g * 2**30, 80 * 2**30))
+        assert common.large_activations(seven, "cuda:0") is expected
+    assert common.large_activations(seven, "cpu") is False
+    lm = load_model("tiny", load_4bit=False)
+    assert lm.gradient_checkpointing is False and lm.describe()["gradient_checkpointing"] is False
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dense_cache", [True, False])
 def test_gradients_in_4bit_equal_those_of_dequantised_weights(dense_cache, checkpointing):

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -88,6 +89,31 @@ def test_training_forward_equals_sampling_on_every_adapter(load_4bit, temperatur
             )
         torch.testing.assert_close(logp.detach(), expected, atol=1e-3, rtol=1e-3)
         assert float(entropy.min()) > 0 and float(entropy.max()) <= math.log(512) + 1e-4
+
+
+def test_logits_in_chunks_give_the_same_gradients():
+    """Seven rows at a time: no pass sees more, and they are taken again in the backward pass."""
+    lm = load_model("tiny", adapters=ADAPTERS, load_4bit=False, lora_rank=8)
+    randomise(lm, ADAPTERS)
+    steps, seen, found = sampled_steps(lm), [], []
+    original, whole = lm.logits, lm.logit_rows
+    lm.logits = lambda hidden: (seen.append(len(hidden)), original(hidden))[1]
+    count = sum(len(s.action) for s in steps)
+    for rows in (whole, 7):
+        seen.clear()
+        lm.logit_rows = rows
+        logp, entropy = threespo.token_logprobs(lm, steps, 0.7, with_entropy=True)
+        (logp * torch.arange(count) - entropy).sum().backward()
+        found.append((logp.detach(), entropy.detach(), [p.grad.clone() for p in lm.params("policy").values()]))
+        for p in lm.params("policy").values():
+            p.grad = None
+    assert whole >= count > 14 and max(seen) == 7 and sum(seen) == 2 * count
+    for one, two in zip(found[0][:2], found[1][:2], strict=True):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
+    for one, two in zip(found[0][2], found[1][2], strict=True):
+        assert float((one - two).norm()) <= 1e-4 * float(one.norm()) and float(one.norm()) > 0
+    with torch.no_grad():
+        assert threespo.token_logprobs(lm, steps, 0.7)[1] is None
 
 
 def test_token_entropy_is_that_of_the_whole_distribution(tiny):
@@ -1573,6 +1599,13 @@ class TestSmolLM2:
         lm = load_model("smollm2", adapters=ADAPTERS, lora_rank=8, device="cpu")
         randomise(lm, ADAPTERS, std=0.02)
         return lm
+
+    def test_the_weights_file_is_not_kept_mapped(self, lm):
+        """Of 269 MB only the matrices that are not quantised are of use, and those are copies."""
+        maps = Path("/proc/self/maps")
+        if not maps.exists():
+            pytest.skip("no /proc")
+        assert "model.safetensors" not in maps.read_text()
 
     def test_first_ratio_in_bf16(self, lm):
         assert lm.four_bit and lm.compute == torch.bfloat16

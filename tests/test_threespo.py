@@ -112,8 +112,9 @@ def test_logits_in_chunks_give_the_same_gradients():
         torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
     for one, two in zip(found[0][2], found[1][2], strict=True):
         assert float((one - two).norm()) <= 1e-4 * float(one.norm()) and float(one.norm()) > 0
-    with torch.no_grad():
-        assert threespo.token_logprobs(lm, steps, 0.7)[1] is None
+    logp, entropy = threespo.token_logprobs(lm, steps, 0.7)  # as cloning asks for it
+    assert entropy is None and logp.requires_grad
+    torch.testing.assert_close(logp.detach(), found[0][0], atol=1e-5, rtol=1e-5)
 
 
 def test_token_entropy_is_that_of_the_whole_distribution(tiny):

@@ -730,6 +730,7 @@ class LM:
 
         Returns the hidden states after the final norm (N, D), N = sum of T_i, and the first row of each sequence (B,).
         """
+        release_memory(growth=0.8)  # passes of ever new shapes leave holes: over 1 GB between two updates was seen
         segments = Segments([len(h) for h in trunks], self.device, self.bf16_on_cpu)
         embeds = torch.cat(trunks).to(self.device, self.compute)[None]  # (1, N, D)
         return self._run(self.upper, segments, inputs_embeds=embeds), segments.starts

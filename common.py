@@ -735,21 +735,25 @@ class LM:
         embeds = torch.cat(trunks).to(self.device, self.compute)[None]  # (1, N, D)
         return self._run(self.upper, segments, inputs_embeds=embeds), segments.starts
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Output matrix on (N, D) hidden states -> (N, V) in fp32.
+    def logits(self, hidden: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """Output matrix on (N, D) hidden states -> (N, V) in fp32, divided by the temperature.
 
         On CPU in bf16 the product itself is taken in fp32 (a copy of the matrix, 4 bytes a weight): logits rounded to
         bf16 made the same token's probability differ by 3% between two batches, 1.4% so (SmolLM2, untrained adapters).
         """
         if self.head_fp32 is not None:
-            return F.linear(hidden.float(), self.head_fp32)
-        return self.head(hidden.contiguous()).float()
+            logits = F.linear(hidden.float(), self.head_fp32)
+        else:
+            logits = self.head(hidden.contiguous()).float()
+        return logits if temperature == 1 else logits / temperature
 
-    def in_chunks(self, work, hidden: torch.Tensor, actions: torch.Tensor):
-        """work(hidden (n, D), actions (n,)) -> tensors (n,) or None, on at most `logit_rows` of the N rows at a time.
+    def in_chunks(self, work, hidden: torch.Tensor, places: list[int], actions: list[int]):
+        """work(hidden (n, D), actions (n,)) -> tensors (n,) or None, at most `logit_rows` of the N places at a time.
 
         With more than one chunk the logits are taken again in the backward pass: (N, V) is never in memory at once.
         """
+        hidden = hidden[torch.as_tensor(places, device=hidden.device)]  # (N, D), contiguous
+        actions = torch.tensor(actions, device=hidden.device)  # (N,)
         if len(hidden) <= self.logit_rows:
             return work(hidden, actions)
         chunks = zip(hidden.split(self.logit_rows), actions.split(self.logit_rows), strict=True)

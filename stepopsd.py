@@ -63,11 +63,11 @@ class Args:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype (auto: float32 for tiny, else bfloat16)
     lora_rank: int = 16  # rank of each adapter
     lora_layers: str = "half"  # adapted layers, from the top: half, all or a number (the rest is computed once a state)
-    gradient_checkpointing: bool | None = None  # recompute activations (not given: on a GPU where they are large)
+    gradient_checkpointing: bool | None = None  # recompute activations: less memory, slower (None: by a GPU's memory)
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # optional tracker beside metrics.jsonl
     overwrite: bool = False  # replace an existing run folder
-    micro_tokens: int = 768  # tokens a forward pass (memory; does not change the result)
+    micro_tokens: int = 768  # tokens a forward pass (memory; in bf16 it changes the rounding)
     demos: int = 100  # expert episodes cloned in the warm-up
     demo_noise: float = 0.15  # chance that another action is carried out than the one demonstrated
     warmup_epochs: int = 3  # passes over the demonstrations
@@ -428,15 +428,13 @@ def token_logprobs(lm: LM, steps, temperature: float, with_entropy: bool = False
     """
     hidden, starts = lm.top([s.trunk for s in steps])  # (sum (T_i + n_i - 1), D), (B,)
     places = [i + len(s.state) - 1 + j for i, s in zip(starts, steps, strict=True) for j in range(len(s.action))]
-    actions = torch.tensor([a for s in steps for a in s.action], device=hidden.device)  # (N,)
 
     def of_rows(hidden, actions):  # (n, D), (n,)
-        logits = lm.logits(hidden)  # (n, V)
-        log_probs = (logits if temperature == 1 else logits / temperature).log_softmax(-1)  # (n, V)
+        log_probs = lm.logits(hidden, temperature).log_softmax(-1)  # (n, V)
         entropy = -(log_probs.exp() * log_probs).sum(-1) if with_entropy else None  # (n,) over the vocabulary
         return log_probs.gather(1, actions[:, None])[:, 0], entropy
 
-    return lm.in_chunks(of_rows, hidden[torch.as_tensor(places, device=hidden.device)], actions)
+    return lm.in_chunks(of_rows, hidden, places, [a for s in steps for a in s.action])
 
 
 # ------------------------------------------------------------------------------------------------- steps, ring, rollout

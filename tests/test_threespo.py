@@ -97,7 +97,7 @@ def test_logits_in_chunks_give_the_same_gradients():
     randomise(lm, ADAPTERS)
     steps, seen, found = sampled_steps(lm), [], []
     original, whole = lm.logits, lm.logit_rows
-    lm.logits = lambda hidden: (seen.append(len(hidden)), original(hidden))[1]
+    lm.logits = lambda hidden, t: (seen.append(len(hidden)), original(hidden, t))[1]
     count = sum(len(s.action) for s in steps)
     for rows in (whole, 7):
         seen.clear()

@@ -117,6 +117,8 @@ def settle_args(args, tuned: dict) -> tuple[Path, bool]:
         own = {"resume", "eval_only"} | ({"eval_episodes", "device", "num_envs"} if args.eval_only else set())
         for name in (f.name for f in fields(args) if f.name not in own and f.name in saved):
             if name in args.explicit and getattr(args, name) != saved[name]:
+                if args.eval_only and name == "dtype":
+                    continue  # a run of a GPU can be tested on a machine that is slow in bf16
                 differs = f"--{name} {getattr(args, name)} differs from the run's {saved[name]}"
                 raise UserError(f"{differs}: leave it out, or start a new run")
             setattr(args, name, saved[name])
@@ -126,6 +128,12 @@ def settle_args(args, tuned: dict) -> tuple[Path, bool]:
         args.model = "Qwen/Qwen2.5-0.5B-Instruct" if gpu else "smollm2"
         why = "a CUDA GPU is here" if gpu else "no CUDA GPU: a 135M model for the CPU"
         print(f"--model auto: {args.model} ({why})")
+    asked, device = args.dtype, resolve_device(args.device)
+    args.dtype = resolve_dtype(args.dtype, args.model, device)  # as used: a run resumed elsewhere keeps it
+    if "float32" not in (asked, args.dtype) and not fast_bf16(device):
+        print(f"warning: {SLOW_BF16}: --dtype float32 is many times faster here", file=sys.stderr)
+    elif asked == "auto" and args.dtype == "float32" and args.model != "tiny":
+        print(f"--dtype auto: float32 ({SLOW_BF16})")
     for (name, value), overrides in tuned.items():
         given = getattr(args, name)
         if given == value or (str(value).endswith("/*") and str(given).startswith(value[:-1])):
@@ -344,13 +352,34 @@ def resolve_device(name: str) -> str:
     return name
 
 
+SLOW_BF16 = "PyTorch has no fast bf16 products for this processor"
+
+
+def fast_bf16(device: str) -> bool:
+    """Whether PyTorch multiplies bf16 matrices faster than by a plain loop on `device`.
+
+    On a CPU without AVX512 (or Arm's bf16) it does not: 1 to 17 GFLOP/s where float32 has 150 (AMD Zen 3, 2 cores).
+    """
+    if device.startswith("cuda"):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # what the product itself asks
+    return bool(supported and supported())
+
+
+def resolve_dtype(dtype: str, model: str, device: str) -> str:
+    """auto: bfloat16 where it is fast; float32 elsewhere and for `tiny`."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if model != "tiny" and fast_bf16(device) else "float32"
+
+
 def load_model(name, *, seed=0, device="auto", dtype="auto", load_4bit=True, lora_rank=16, lora_layers="half",
                gradient_checkpointing=None, adapters=("policy",), dense_cache=True) -> LM:  # fmt: skip
     """Load a base model once (NF4 4-bit unless `load_4bit` is False) with one LoRA adapter for each name in `adapters`.
 
     name: "auto", "smollm2", "tiny", a hub id or a local path. dtype: auto | bfloat16 | float32 (compute dtype).
     lora_layers: "half" (upper half), "all", or how many of the top layers get LoRA. dense_cache: on CPU keep the
-    dequantised weights, 2 bytes a weight, when they fit in a quarter of the free memory (the numbers are the same).
+    dequantised weights, in the compute dtype, when they fit in a quarter of the free memory (the numbers are the same).
     gradient_checkpointing: None is on where `large_activations`.
     Raises UserError when the model cannot be had or an option does not fit it.
     """
@@ -361,9 +390,7 @@ def load_model(name, *, seed=0, device="auto", dtype="auto", load_4bit=True, lor
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     device = resolve_device(device)
-    if dtype == "auto":
-        dtype = "float32" if name == "tiny" else "bfloat16"
-    compute = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+    compute = getattr(torch, resolve_dtype(dtype, name, device))
     quant = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                                bnb_4bit_compute_dtype=compute) if load_4bit else None  # fmt: skip
     attention = "eager" if device == "cpu" else "sdpa"  # the kind of mask `generate` needs; see `segment_attention`
@@ -2602,8 +2629,8 @@ def doctor(argv=None):
     print(f"versions     {versions()}")
     gpu = torch.cuda.is_available()
     print(f"device       {resolve_device('auto')}" + (f" ({torch.cuda.get_device_name()})" if gpu else ""))
-    bf16 = torch.cuda.is_bf16_supported() if gpu else True
-    print(f"bf16         {'yes' if bf16 else 'no'}")
+    bf16 = fast_bf16(resolve_device("auto"))
+    print(f"bf16         {'yes' if bf16 else f'no: {SLOW_BF16}; --dtype auto is float32'}")
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.randn(1024, 1024, device=resolve_device("auto")).to(dtype)
         best = math.inf

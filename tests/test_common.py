@@ -17,6 +17,7 @@ import torch
 from conftest import ROOT, plain_reference, random_prompts, randomise, reference_logprobs, top_rows
 
 import common
+import threespo
 from common import (
     Optimizer,
     Run,
@@ -366,6 +367,57 @@ def test_bad_devices():
         with pytest.raises(UserError, match="device"):
             common.resolve_device(name)
     assert common.resolve_device("auto") == "cpu"
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_auto_dtype_is_bf16_only_where_it_is_fast(fast, monkeypatch):
+    monkeypatch.setattr(common, "fast_bf16", lambda device: fast)
+    assert common.resolve_dtype("auto", "smollm2", "cpu") == ("bfloat16" if fast else "float32")
+    assert common.resolve_dtype("auto", "tiny", "cpu") == "float32"
+    assert common.resolve_dtype("bfloat16", "tiny", "cpu") == "bfloat16"
+    assert load_model("tiny", load_4bit=False).compute == torch.float32
+
+
+def test_a_processor_without_bf16_functions_in_torch_is_not_fast(monkeypatch):
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    assert common.fast_bf16("cpu") is False
+
+
+@pytest.mark.parametrize(
+    "argv, fast, dtype, line",
+    [
+        (["--model", "smollm2"], False, "float32", "--dtype auto: float32 ("),
+        (["--model", "smollm2"], True, "bfloat16", ""),
+        (["--model", "tiny"], False, "float32", ""),
+        (["--model", "smollm2", "--dtype", "bfloat16"], False, "bfloat16", "warning: "),
+        (["--model", "smollm2", "--dtype", "float32"], False, "float32", ""),
+    ],
+)
+def test_a_run_records_the_dtype_it_uses_and_says_why(argv, fast, dtype, line, monkeypatch, capsys):
+    monkeypatch.setattr(common, "fast_bf16", lambda device: fast)
+    args = common.parse_args(threespo.Args, [*argv, "--device", "cpu", "--out", "x"])
+    common.settle_args(args, threespo.TUNED)
+    out, err = capsys.readouterr()
+    assert args.dtype == dtype and (out + err).count("\n") == bool(line) and (out + err).startswith(line)
+
+
+def test_a_resumed_run_keeps_its_dtype_and_a_test_may_take_another(tmp_path, monkeypatch):
+    """Checkpoints hold trunk outputs in the compute dtype; a machine that would choose another must not."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    started = common.parse_args(threespo.Args, ["--model", "smollm2", "--dtype", "bfloat16"])
+    (folder / "config.json").write_text(json.dumps({"algorithm_file": "threespo", **vars(started)}, default=list))
+    monkeypatch.setattr(common, "fast_bf16", lambda device: False)
+    for argv, dtype in ((["--resume"], "bfloat16"), (["--eval_only"], "bfloat16")):
+        args = common.parse_args(threespo.Args, [*argv, str(folder)])
+        common.settle_args(args, threespo.TUNED)
+        assert args.dtype == dtype
+    args = common.parse_args(threespo.Args, ["--eval_only", str(folder), "--dtype", "float32"])
+    common.settle_args(args, threespo.TUNED)
+    assert args.dtype == "float32"
+    args = common.parse_args(threespo.Args, ["--resume", str(folder), "--dtype", "float32"])
+    with pytest.raises(UserError, match="dtype float32 differs"):
+        common.settle_args(args, threespo.TUNED)
 
 
 def test_tiny_is_small_deterministic_and_encodes_any_text(tiny):

@@ -307,7 +307,7 @@ def test_missing_method_names_the_flag_that_does_without(flags, missing):
 def test_defaults_of_a_family_of_environments():
     args = SimpleNamespace(env="miniwob/click-tab", num_envs=50, explicit=set())
     args.resume = args.eval_only = args.out = ""
-    args.model, args.seed = "tiny", 1
+    args.model, args.seed, args.dtype, args.device = "tiny", 1, "auto", "cpu"
     folder, _ = common.settle_args(args, {("env", "miniwob/*"): dict(num_envs=8), ("env", "mini*"): dict(num_envs=9)})
     assert args.num_envs == 8 and "miniwob-click-tab" in folder.name
     args.env, args.out, args.explicit = "gym/a:B", "", {"num_envs"}

@@ -128,12 +128,10 @@ def settle_args(args, tuned: dict) -> tuple[Path, bool]:
         args.model = "Qwen/Qwen2.5-0.5B-Instruct" if gpu else "smollm2"
         why = "a CUDA GPU is here" if gpu else "no CUDA GPU: a 135M model for the CPU"
         print(f"--model auto: {args.model} ({why})")
-    asked, device = args.dtype, resolve_device(args.device)
-    args.dtype = resolve_dtype(args.dtype, args.model, device)  # as used: a run resumed elsewhere keeps it
-    if "float32" not in (asked, args.dtype) and not fast_bf16(device):
-        print(f"warning: {SLOW_BF16}: --dtype float32 is many times faster here", file=sys.stderr)
-    elif asked == "auto" and args.dtype == "float32" and args.model != "tiny":
-        print(f"--dtype auto: float32 ({SLOW_BF16})")
+    if args.dtype == "auto":  # as used: a run resumed on another machine keeps it
+        args.dtype = resolve_dtype("auto", args.model, resolve_device(args.device))
+        if args.dtype == "float32" and args.model != "tiny":
+            print(f"--dtype auto: float32 ({SLOW_BF16})")
     for (name, value), overrides in tuned.items():
         given = getattr(args, name)
         if given == value or (str(value).endswith("/*") and str(given).startswith(value[:-1])):
@@ -391,6 +389,8 @@ def load_model(name, *, seed=0, device="auto", dtype="auto", load_4bit=True, lor
     hf_logging.disable_progress_bar()
     device = resolve_device(device)
     compute = getattr(torch, resolve_dtype(dtype, name, device))
+    if compute == torch.bfloat16 and not fast_bf16(device):
+        print(f"warning: {SLOW_BF16}: bfloat16 is many times slower than float32 here", file=sys.stderr)
     quant = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                                bnb_4bit_compute_dtype=compute) if load_4bit else None  # fmt: skip
     attention = "eager" if device == "cpu" else "sdpa"  # the kind of mask `generate` needs; see `segment_attention`

@@ -59,7 +59,7 @@ class Args:
     eval_episodes: int = 100  # held-out test tasks after each stage
     val_episodes: int = 48  # validation tasks (rollback and choice of the best checkpoint)
     load_4bit: bool = True  # NF4 4-bit base (product default; off for tiny unless given)
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype (auto: bfloat16 where it is fast)
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype (auto: bfloat16 where fast; tiny float32)
     lora_rank: int = 16  # rank of each adapter
     lora_layers: str = "half"  # adapted layers, from the top: half, all or a number (the rest is computed once a state)
     gradient_checkpointing: bool | None = None  # recompute activations: less memory, slower (None: by a GPU's memory)

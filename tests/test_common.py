@@ -389,7 +389,7 @@ def test_a_processor_without_bf16_functions_in_torch_is_not_fast(monkeypatch):
         (["--model", "smollm2"], False, "float32", "--dtype auto: float32 ("),
         (["--model", "smollm2"], True, "bfloat16", ""),
         (["--model", "tiny"], False, "float32", ""),
-        (["--model", "smollm2", "--dtype", "bfloat16"], False, "bfloat16", "warning: "),
+        (["--model", "smollm2", "--dtype", "bfloat16"], False, "bfloat16", ""),
         (["--model", "smollm2", "--dtype", "float32"], False, "float32", ""),
     ],
 )
@@ -399,6 +399,14 @@ def test_a_run_records_the_dtype_it_uses_and_says_why(argv, fast, dtype, line, m
     common.settle_args(args, threespo.TUNED)
     out, err = capsys.readouterr()
     assert args.dtype == dtype and (out + err).count("\n") == bool(line) and (out + err).startswith(line)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_slow_bf16_is_warned_of_where_the_model_is_loaded(fast, monkeypatch, capsys):
+    """A resumed run and a test of another machine's run get there too."""
+    monkeypatch.setattr(common, "fast_bf16", lambda device: fast)
+    load_model("tiny", load_4bit=False, dtype="bfloat16", device="cpu")
+    assert ("warning: " in capsys.readouterr().err) is not fast
 
 
 def test_a_resumed_run_keeps_its_dtype_and_a_test_may_take_another(tmp_path, monkeypatch):

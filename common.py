@@ -528,13 +528,17 @@ class _Pad(torch.autograd.Function):
     """(N, H, d) -> (B T, H, d). Slots behind a sequence repeat its row 0: no real token sees them, so no gradient."""
 
     @staticmethod
-    def forward(ctx, x, sources, places):
-        ctx.save_for_backward(places)
+    def forward(ctx, x, sources, places, again):
+        ctx.save_for_backward(sources, places, again)
         return x.index_select(0, sources)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+        sources, places, again = ctx.saved_tensors
+        total = grad.index_select(0, places)
+        if len(again):  # tokens that several sequences share
+            total.index_add_(0, sources[again], grad.index_select(0, again))
+        return total, None, None, None
 
 
 class _Flatten(torch.autograd.Function):
@@ -551,34 +555,52 @@ class _Flatten(torch.autograd.Function):
         return grad.new_zeros(ctx.slots, *grad.shape[1:]).index_copy_(0, ctx.saved_tensors[0], grad), None
 
 
+def shared_prefix(a: list[int], b: list[int]) -> int:
+    """How many ids two sequences have in common from the start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 class Segments:
-    """Sequences of different lengths laid end to end in one row: every layer but attention sees no padding.
+    """Sequences of ids laid end to end in one row: every layer but attention sees no padding.
+
+    A sequence that begins like the one before it (the next state of an episode, often) has that prefix in common with
+    it: under a causal mask those tokens have the same hidden states, so they are in the row once.
 
     few_shapes (bf16 on CPU): idle rows (`filler`) round their number up to 64s, and attention's width is rounded up to
     16s. oneDNN builds and keeps code for each shape of a bf16 product: a fifth of an update's time, 0.8 GB of its peak.
     """
 
-    def __init__(self, lengths, device, few_shapes: bool = False):
-        self.lengths = list(lengths)
-        self.ends = np.cumsum(self.lengths)  # (B,)
-        self.starts = self.ends - self.lengths  # (B,) first row of each sequence
-        self.rows, self.width = int(self.ends[-1]), max(self.lengths)
-        self.filler = -self.rows % 64 if few_shapes else 0
+    def __init__(self, sequences: list[list[int]], device, few_shapes: bool = False):
+        self.lengths = [len(s) for s in sequences]
+        self.shared = [0, *(shared_prefix(a, b) for a, b in zip(sequences, sequences[1:], strict=False))]  # (B,)
+        self.rows = []  # of each sequence: where in the row its tokens are (T_i,)
+        self.count = 0  # N tokens in the row
+        for length, shared in zip(self.lengths, self.shared, strict=True):
+            own = np.arange(self.count, self.count + length - shared)
+            self.rows.append(np.concatenate([self.rows[-1][:shared], own]) if shared else own)
+            self.count += len(own)
+        self.width = max(self.lengths)
+        self.filler = -self.count % 64 if few_shapes else 0
         self.width += -self.width % 16 if few_shapes else 0
-        slot = torch.arange(self.width)[None]  # (1, T)
-        length = torch.tensor(self.lengths)[:, None]  # (B, 1)
-        first = torch.as_tensor(self.starts)[:, None]
-        real = slot < length  # (B, T)
-        self.places = real.flatten().nonzero()[:, 0].to(device)  # (N,) slot of each flat token
-        self.sources = torch.where(real, first + slot, first).flatten().to(device)  # (B T,) flat token of each slot
-        self.positions = F.pad(slot.expand_as(real)[real][None], (0, self.filler)).to(device)  # (1, N + filler)
+        slot = np.arange(self.width)[None]  # (1, T)
+        length, shared = np.array(self.lengths)[:, None], np.array(self.shared)[:, None]  # (B, 1)
+        real, first = slot < length, slot >= shared  # (B, T)
+        sources = np.stack([np.pad(r, (0, self.width - len(r)), constant_values=r[0]) for r in self.rows])
+        self.sources = torch.as_tensor(sources.ravel(), device=device)  # (B T,) token of each slot
+        self.places = torch.as_tensor((real & first).ravel().nonzero()[0], device=device)  # (N,) slot of each token
+        self.again = torch.as_tensor((real & ~first).ravel().nonzero()[0], device=device)  # slots of shared tokens
+        self.positions = F.pad(self.places % self.width, (0, self.filler))[None]  # (1, N + filler)
         self.causal = None  # (T, T), added to the scores; the fused kernel of CUDA needs none
         if torch.device(device).type == "cpu":
             self.causal = torch.full((self.width, self.width), -math.inf).triu(1)
 
+    def new(self, items: list) -> list:
+        """Of each sequence's items (T_i, ...): those of the tokens it does not share with the sequence before it."""
+        return [x[shared:] for x, shared in zip(items, self.shared, strict=True)]
+
     def pad(self, x):
         """(1, H, N + filler, d) -> (B, H, T, d)."""
-        x = _Pad.apply(x[0].transpose(0, 1)[: self.rows], self.sources, self.places)  # (B T, H, d)
+        x = _Pad.apply(x[0].transpose(0, 1)[: self.count], self.sources, self.places, self.again)  # (B T, H, d)
         return x.view(len(self.lengths), self.width, *x.shape[1:]).transpose(1, 2)
 
     def flat(self, x):
@@ -738,29 +760,31 @@ class LM:
         inputs = {k: F.pad(x, rows if x.dim() == 2 else (0, 0, *rows)) for k, x in inputs.items()}
         no_mask = torch.zeros(1, 1, 1, 1, device=self.device)  # a 4-D mask is passed on as it is; attention ignores it
         options = dict(position_ids=segments.positions, attention_mask=no_mask, use_cache=cache is not None)
-        return part(**inputs, **options, cache=cache, segments=segments).last_hidden_state[0, : segments.rows]
+        return part(**inputs, **options, cache=cache, segments=segments).last_hidden_state[0, : segments.count]
 
     @torch.no_grad()
     def trunk(self, sequences: list[list[int]], batch_tokens: int = 4096) -> list[torch.Tensor]:
         """Output of the frozen lower layers for each id sequence: a list of (T_i, D) tensors on the CPU."""
         out = [None] * len(sequences)
-        for batch in token_batches([len(s) for s in sequences], batch_tokens):
-            segments = Segments([len(sequences[i]) for i in batch], self.device, self.bf16_on_cpu)
-            ids = torch.tensor([t for i in batch for t in sequences[i]], device=self.device)[None]  # (1, N)
+        for batch in token_batches(sequences, batch_tokens):
+            part = [sequences[i] for i in batch]
+            segments = Segments(part, self.device, self.bf16_on_cpu)
+            ids = torch.tensor([t for new in segments.new(part) for t in new], device=self.device)[None]  # (1, N)
             hidden = self._run(self.lower, segments, input_ids=ids).to("cpu")  # (N, D)
-            for i, rows in zip(batch, hidden.split(segments.lengths), strict=True):
-                out[i] = rows.clone()
+            for i, rows in zip(batch, segments.rows, strict=True):
+                out[i] = hidden[rows]
         return out
 
-    def top(self, trunks: list[torch.Tensor]) -> tuple[torch.Tensor, np.ndarray]:
-        """Adapted upper layers on trunk outputs [(T_i, D)], laid end to end.
+    def top(self, sequences: list[list[int]], trunks: list[torch.Tensor]) -> tuple[torch.Tensor, list[np.ndarray]]:
+        """Adapted upper layers on the trunk outputs [(T_i, D)] of B id sequences, laid end to end.
 
-        Returns the hidden states after the final norm (N, D), N = sum of T_i, and the first row of each sequence (B,).
+        Returns the hidden states after the final norm (N, D) and, for each sequence, the rows of its tokens (T_i,). A
+        sequence shares the prefix it has in common with the one before it, so N is the sum of T_i or less.
         """
         release_memory(growth=0.8)  # passes of ever new shapes leave holes: over 1 GB between two updates was seen
-        segments = Segments([len(h) for h in trunks], self.device, self.bf16_on_cpu)
-        embeds = torch.cat(trunks).to(self.device, self.compute)[None]  # (1, N, D)
-        return self._run(self.upper, segments, inputs_embeds=embeds), segments.starts
+        segments = Segments(sequences, self.device, self.bf16_on_cpu)
+        embeds = torch.cat(segments.new(trunks)).to(self.device, self.compute)[None]  # (1, N, D)
+        return self._run(self.upper, segments, inputs_embeds=embeds), segments.rows
 
     def logits(self, hidden: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         """Output matrix on (N, D) hidden states -> (N, V) in fp32, divided by the temperature.
@@ -774,7 +798,7 @@ class LM:
             logits = self.head(hidden.contiguous()).float()
         return logits if temperature == 1 else logits / temperature
 
-    def in_chunks(self, work, hidden: torch.Tensor, places: list[int], actions: list[int]):
+    def in_chunks(self, work, hidden: torch.Tensor, places, actions: list[int]):
         """work(hidden (n, D), actions (n,)) -> tensors (n,) or None, at most `logit_rows` of the N places at a time.
 
         With more than one chunk the logits are taken again in the backward pass: (N, V) is never in memory at once.
@@ -807,16 +831,18 @@ class LM:
         """
         from transformers import DynamicCache
 
-        segments = Segments([len(p) for p in prompts], self.device, self.bf16_on_cpu)
+        segments = Segments(prompts, self.device, self.bf16_on_cpu)
         lengths = torch.tensor(segments.lengths, device=self.device)  # (B,)
+        last = torch.as_tensor([rows[-1] for rows in segments.rows], device=self.device)  # (B,)
         caches = DynamicCache(config=self.lower.config), DynamicCache(config=self.upper.config)
-        ids = torch.tensor([t for p in prompts for t in p], device=self.device)[None]  # (1, N)
+        ids = torch.tensor([t for new in segments.new(prompts) for t in new], device=self.device)[None]  # (1, N)
         low = self._run(self.lower, segments, caches[0], input_ids=ids)  # (N, D)
-        high = self._run(self.upper, segments, caches[1], inputs_embeds=low[None])[segments.ends - 1]  # (B, D)
+        high = self._run(self.upper, segments, caches[1], inputs_embeds=low[None])[last]  # (B, D)
         for layer in (layer for cache in caches for layer in cache.layers if cache.get_seq_length()):
             layer.keys, layer.values = segments.pad(layer.keys), segments.pad(layer.values)  # (B, G, T, d)
         mask = (torch.arange(segments.width, device=self.device) < lengths[:, None]).long()  # (B, T)
-        out = [dict(ids=[], logps=[], finish="length", trunk=[h.clone()]) for h in low.cpu().split(segments.lengths)]
+        low = low.cpu()
+        out = [dict(ids=[], logps=[], finish="length", trunk=[low[rows]]) for rows in segments.rows]
         alive = list(range(len(prompts)))
         for step in range(max_new_tokens):
             logits = self.logits(high)  # (B, V)
@@ -858,21 +884,24 @@ class LM:
         return out
 
 
-def token_batches(lengths, budget: int) -> list[list[int]]:
-    """Indices grouped so that a group has at most `budget` tokens (at least one row); similar lengths go together.
+def token_batches(sequences: list[list[int]], budget: int) -> list[list[int]]:
+    """Indices grouped so that a group has at most `budget` tokens (at least one row), prefixes in common counted once.
 
-    Attention pads to the longest: a group whose padding would exceed its tokens (one long state, many short) is split.
+    In the order of their ids, so that sequences that begin alike stand together (see `Segments`). Attention pads to
+    the longest: a group whose slots would exceed twice the budget (one long state, many short) is split.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    batches, current, tokens = [], [], 0
-    for i in order:
-        padded = (len(current) + 1) * lengths[i]
-        if current and (tokens + lengths[i] > budget or padded > 2 * budget):
-            batches.append(current)
-            current, tokens = [], 0
-        current.append(i)
-        tokens += lengths[i]
-    return batches + [current] if current else batches
+    batches, tokens, width = [], 0, 0
+    for i in sorted(range(len(sequences)), key=lambda i: sequences[i]):
+        length = len(sequences[i])
+        if batches:
+            new, wider = length - shared_prefix(sequences[batches[-1][-1]], sequences[i]), max(width, length)
+            if tokens + new <= budget and (len(batches[-1]) + 1) * wider <= 2 * budget:
+                batches[-1].append(i)
+                tokens, width = tokens + new, wider
+                continue
+        batches.append([i])
+        tokens = width = length
+    return batches
 
 
 def minibatches(items: list, size: int, passes: float, *key):
@@ -884,12 +913,13 @@ def minibatches(items: list, size: int, passes: float, *key):
 
 
 @torch.no_grad()
-def base_hidden(lm: LM, trunks: list[torch.Tensor], budget: int):
-    """(i, final hidden states (T_i, D) in fp32 of the bare base model) for each trunk, in token-budgeted batches."""
+def base_hidden(lm: LM, sequences: list[list[int]], trunks: list[torch.Tensor], budget: int):
+    """(i, final hidden states (T_i, D) in fp32 of the bare base model) for each sequence, in token-budgeted batches."""
     with lm.adapter(None):
-        for rows in token_batches([len(h) for h in trunks], budget):
-            hidden, _ = lm.top([trunks[i] for i in rows])  # (sum T_i, D)
-            yield from zip(rows, hidden.float().split([len(trunks[i]) for i in rows]), strict=True)
+        for batch in token_batches(sequences, budget):
+            hidden, rows = lm.top([sequences[i] for i in batch], [trunks[i] for i in batch])  # (N, D)
+            hidden = hidden.float()
+            yield from ((i, hidden[own]) for i, own in zip(batch, rows, strict=True))
 
 
 def embed(lm: LM, steps, args):
@@ -899,8 +929,9 @@ def embed(lm: LM, steps, args):
     """
     spans = [[tuple(s.action[a:b]) for a, b in zip([0, *s.ends], s.ends, strict=False)] for s in steps]
     distinct = list(dict.fromkeys(span for row in spans for span in row))  # the same thought is read once
-    trunks = [s.trunk[: len(s.state)] for s in steps] + lm.trunk([list(x) for x in distinct], args.micro_tokens)
-    pooled = {i: h.cpu().mean(0) for i, h in base_hidden(lm, trunks, args.micro_tokens)}  # (D,), over the tokens
+    sequences = [s.state for s in steps] + [list(span) for span in distinct]
+    trunks = [s.state_trunk for s in steps] + lm.trunk(sequences[len(steps) :], args.micro_tokens)
+    pooled = {i: h.cpu().mean(0) for i, h in base_hidden(lm, sequences, trunks, args.micro_tokens)}  # (D,), over tokens
     place = {span: i for i, span in enumerate(distinct, len(steps))}
     for i, (step, row) in enumerate(zip(steps, spans, strict=True)):
         step.embeds = torch.stack([pooled[i], *(pooled[place[span]] for span in row)])
@@ -911,17 +942,17 @@ def fill_logprobs(token_logprobs, lm: LM, steps, args, **adapters: str):
     """Store log-probs by the training forward in the steps (each (n,), on the CPU); adapters: field=adapter."""
     for name, adapter in adapters.items():
         with lm.adapter(adapter):
-            for rows in token_batches([len(s.trunk) for s in steps], args.micro_tokens):
+            for rows in token_batches([s.inputs for s in steps], args.micro_tokens):
                 batch = [steps[i] for i in rows]
                 log_probs, _ = token_logprobs(lm, batch, args.temperature)
                 for step, values in zip(batch, log_probs.cpu().split([len(s.action) for s in batch]), strict=True):
                     setattr(step, name, values)
 
 
-def last_hidden(lm: LM, trunks) -> torch.Tensor:
-    """Final hidden state at the last real token of each of B sequences, trunks (T_i, D) -> (B, D)."""
-    hidden, starts = lm.top(trunks)  # (sum T_i, D), (B,)
-    return hidden[torch.as_tensor(starts + [len(h) - 1 for h in trunks], device=hidden.device)]
+def last_hidden(lm: LM, steps) -> torch.Tensor:
+    """Final hidden state at the last token of the state of each of B steps (B, D)."""
+    hidden, rows = lm.top([s.state for s in steps], [s.state_trunk for s in steps])  # (N, D)
+    return hidden[torch.as_tensor([own[-1] for own in rows], device=hidden.device)]
 
 
 def ridge(x, y, l2: float):
@@ -942,8 +973,8 @@ def stored_features(lm: LM, adapter: str, steps, updates: int, micro_tokens: int
     """
     missing = [s for s in steps if s.feature_at != updates]
     with lm.adapter(adapter), torch.no_grad():
-        for rows in token_batches([len(s.state) for s in missing], micro_tokens):
-            features = last_hidden(lm, [missing[i].state_trunk for i in rows]).float().cpu()  # (b, D)
+        for rows in token_batches([s.state for s in missing], micro_tokens):
+            features = last_hidden(lm, [missing[i] for i in rows]).float().cpu()  # (b, D)
             for i, feature in zip(rows, features, strict=True):
                 missing[i].feature, missing[i].feature_at = feature.clone(), updates
     return torch.stack([s.feature for s in steps]).to(lm.device) if steps else torch.zeros(0, lm.hidden_size)
@@ -1450,6 +1481,10 @@ def show_rewards(reward, runs: list, traces: list[dict]):
 
 class Transition:
     """What every algorithm's Step can tell about itself."""
+
+    @property
+    def inputs(self) -> list[int]:
+        return self.state + self.action[:-1]  # (T + n - 1,) what the model reads to score the action; see `trunk`
 
     @property
     def state_trunk(self) -> torch.Tensor:
@@ -2011,7 +2046,7 @@ def _local_teacher(lm: LM):
         prompt, _ = lm.encode_prompt(teacher_prompt(first, second, wording), len(suffix) + 1)
         trunk = lm.trunk([prompt + suffix])
         with lm.adapter(None):
-            hidden, _ = lm.top(trunk)
+            hidden, _ = lm.top([prompt + suffix], trunk)
             odds = lm.logits(hidden[-1:])[0, [x[-1] for x in letters]].softmax(-1)  # (2,)
         return float(odds[0]), None
 
@@ -2159,17 +2194,18 @@ class Embeddings:
         new = {key: turn for turn in turns if (key := self.key(turn)) not in self.cache}
         states = [self.lm.encode_prompt(obs, self.room)[0] for obs, _ in new.values()]
         actions = [self.lm.encode(" " + action)[: self.room] for _, action in new.values()]
-        trunks = self.lm.trunk([s + a for s, a in zip(states, actions, strict=True)], self.micro_tokens)
-        self._pool(list(new), trunks, [len(s) for s in states])
+        sequences = [s + a for s, a in zip(states, actions, strict=True)]
+        self._pool(list(new), sequences, self.lm.trunk(sequences, self.micro_tokens), [len(s) for s in states])
 
     def add_steps(self, steps):
         """The same for sampled steps with fields obs, text, state and trunk: the lower layers need not run again."""
         new = {key: s for s in steps if (key := self.key((s.obs, s.text))) not in self.cache}
-        self._pool(list(new), [s.trunk for s in new.values()], [len(s.state) for s in new.values()])
+        steps = new.values()
+        self._pool(list(new), [s.inputs for s in steps], [s.trunk for s in steps], [len(s.state) for s in steps])
 
-    def _pool(self, keys, trunks, lengths):
+    def _pool(self, keys, sequences, trunks, lengths):
         """Trunks (T_i, D), of which the first lengths[i] rows are the state's, into the cache."""
-        for i, hidden in base_hidden(self.lm, trunks, self.micro_tokens):
+        for i, hidden in base_hidden(self.lm, sequences, trunks, self.micro_tokens):
             state, action = hidden[: lengths[i]], hidden[lengths[i] :]
             action = action if len(action) else state[-1:]  # an empty action: what the state predicts
             both = torch.cat([state.mean(0), action.mean(0)])  # (2 D,) means over tokens
@@ -2641,7 +2677,7 @@ def doctor(argv=None):
         print(f"matmul       {2 * 1024**3 / best / 1e9:.0f} GFLOP/s {str(dtype)[6:]} (1024 x 1024, best of 5)")
     lm = load_model("tiny", load_4bit=True, dtype="float32")
     with torch.no_grad():
-        ok = torch.isfinite(lm.top(lm.trunk([[5, 6, 7]]))[0]).all()
+        ok = torch.isfinite(lm.top([[5, 6, 7]], lm.trunk([[5, 6, 7]]))[0]).all()
     print(f"4-bit (NF4)  {'works' if ok else 'FAILS'}; torch threads {torch.get_num_threads()}")
     found = (cache_dir() / "smollm2-135m-instruct" / "complete").exists()
     print(f"cache        {cache_dir()} ({'smollm2 is there' if found else 'smollm2 not fetched yet'})")

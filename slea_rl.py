@@ -317,8 +317,8 @@ class Critic:
 
     def features(self, steps: list[Step]) -> torch.Tensor:
         """The head's inputs before all micro-steps of B turns, end to end (M, D). Call with adapter `value` active."""
-        hidden, starts = self.lm.top([s.trunk for s in steps])  # (sum (T_i + n_i - 1), D), (B,)
-        places = [i + len(s.state) - 1 + e for i, s in zip(starts, steps, strict=True) for e in (0, *s.ends[:-1])]
+        hidden, rows = self.lm.top([s.inputs for s in steps], [s.trunk for s in steps])  # (N, D), (T_i + n_i - 1,)
+        places = [own[len(s.state) - 1 + e] for own, s in zip(rows, steps, strict=True) for e in (0, *s.ends[:-1])]
         return hidden[torch.as_tensor(places, device=hidden.device)].float()
 
     @torch.no_grad()
@@ -326,7 +326,7 @@ class Critic:
         """V before each micro-step in units of return, m numbers for each turn (one for a state alone)."""
         out = [[]] * len(steps)
         with self.lm.adapter("value"):
-            for rows in token_batches([len(s.trunk) for s in steps], self.args.micro_tokens):
+            for rows in token_batches([s.inputs for s in steps], self.args.micro_tokens):
                 read = self.features([steps[i] for i in rows])  # (M, D)
                 values = self.low + (self.head(read)[:, 0].double().cpu() + 1) / 2 * (self.high - self.low)
                 sizes = [max(1, len(steps[i].ends)) for i in rows]
@@ -351,7 +351,7 @@ class Critic:
         """One optimiser step on the squared error of the scores against `Step.targets`, mean over micro-steps."""
         count, total = sum(len(s.ends) for s in steps), 0.0
         with self.lm.adapter("value"):
-            for rows in token_batches([len(s.trunk) for s in steps], self.args.micro_tokens):
+            for rows in token_batches([s.inputs for s in steps], self.args.micro_tokens):
                 targets = self.to_score([g for i in rows for g in steps[i].targets])  # (M,)
                 targets = torch.as_tensor(targets, dtype=torch.float32, device=self.lm.device)
                 scores = self.head(self.features([steps[i] for i in rows]))[:, 0]  # (M,)
@@ -379,8 +379,8 @@ def token_logprobs(lm: LM, steps, temperature: float, with_entropy: bool = False
     The logits at position T_i - 1 + j predict action token j of step i (T_i state tokens); only those positions go
     through the output matrix, gathered to a contiguous (N, D) first. Log-probs are at the sampling temperature.
     """
-    hidden, starts = lm.top([s.trunk for s in steps])  # (sum (T_i + n_i - 1), D), (B,)
-    places = [i + len(s.state) - 1 + j for i, s in zip(starts, steps, strict=True) for j in range(len(s.action))]
+    hidden, rows = lm.top([s.inputs for s in steps], [s.trunk for s in steps])  # (N, D), of each step (T_i + n_i - 1,)
+    places = np.concatenate([own[len(s.state) - 1 :] for own, s in zip(rows, steps, strict=True)])
 
     def of_rows(hidden, actions):  # (n, D), (n,)
         log_probs = lm.logits(hidden, temperature).log_softmax(-1)  # (n, V)
@@ -564,7 +564,7 @@ def per_token(step: Step, numbers) -> torch.Tensor:
 def imitate(lm: LM, best, beta: float, args) -> float:
     """Gradient of β times the mean negative log-likelihood of the tokens of the buffer's best thoughts; the NLL."""
     tokens, total = sum(float(per_token(s, mask).sum()) for s, mask in best), 0.0
-    for rows in token_batches([len(s.trunk) for s, _ in best], args.micro_tokens):
+    for rows in token_batches([s.inputs for s, _ in best], args.micro_tokens):
         logp, _ = token_logprobs(lm, [best[i][0] for i in rows], args.temperature)  # (N,)
         chosen = torch.cat([per_token(*best[i]) for i in rows]).to(lm.device)  # (N,) 1 on those tokens
         nll = -(chosen * logp).sum() / tokens
@@ -585,7 +585,7 @@ def update_policy(lm: LM, optimizer: Optimizer, buffer: Buffer, version: int, ar
     for chunk in common.minibatches(steps, args.minibatch, args.policy_passes, args.seed, "policy", version):
         tokens, sums = sum(len(s.action) for s in chunk), Counter()
         with lm.adapter("policy"):
-            for rows in token_batches([len(s.trunk) for s in chunk], args.micro_tokens):
+            for rows in token_batches([s.inputs for s in chunk], args.micro_tokens):
                 part = [chunk[i] for i in rows]
                 logp, entropy = token_logprobs(lm, part, args.temperature, with_entropy=True)
                 old, ref = (torch.cat([getattr(s, k) for s in part]).to(lm.device) for k in ("logp", "ref_logp"))
@@ -656,7 +656,7 @@ def clone(L: Learner, steps: list[Step], progress: float) -> float:
     """One update of behaviour cloning: mean negative log-likelihood of the demonstrated action tokens (4.2 A)."""
     tokens, total = sum(len(s.action) for s in steps), 0.0
     with L.lm.adapter("policy"):
-        for rows in token_batches([len(s.trunk) for s in steps], L.args.micro_tokens):
+        for rows in token_batches([s.inputs for s in steps], L.args.micro_tokens):
             logp, _ = token_logprobs(L.lm, [steps[i] for i in rows], 1.0)
             loss = -logp.sum() / tokens  # mean over the minibatch's action tokens
             loss.backward()

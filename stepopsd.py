@@ -398,8 +398,8 @@ class ValueModel:
     def update(self, steps, progress) -> float:
         """One optimiser step on squared error to `step.ret`, mean over the minibatch; returns the gradient norm."""
         with self.lm.adapter("value"):
-            for rows in token_batches([len(s.state) for s in steps], self.args.micro_tokens):
-                read = self.head(common.last_hidden(self.lm, [steps[i].state_trunk for i in rows]).float())
+            for rows in token_batches([s.state for s in steps], self.args.micro_tokens):
+                read = self.head(common.last_hidden(self.lm, [steps[i] for i in rows]).float())
                 value, logit = read.unbind(1)  # (b,) each
                 target = torch.tensor([[steps[i].ret, float(steps[i].success)] for i in rows], device=value.device)
                 loss = ((value - target[:, 0]) ** 2).sum()
@@ -426,8 +426,8 @@ def token_logprobs(lm: LM, steps, temperature: float, with_entropy: bool = False
     The logits at position T_i - 1 + j predict action token j of step i (T_i state tokens); only those positions go
     through the output matrix, gathered to a contiguous (N, D) first. Log-probs are at the sampling temperature.
     """
-    hidden, starts = lm.top([s.trunk for s in steps])  # (sum (T_i + n_i - 1), D), (B,)
-    places = [i + len(s.state) - 1 + j for i, s in zip(starts, steps, strict=True) for j in range(len(s.action))]
+    hidden, rows = lm.top([s.inputs for s in steps], [s.trunk for s in steps])  # (N, D), of each step (T_i + n_i - 1,)
+    places = np.concatenate([own[len(s.state) - 1 :] for own, s in zip(rows, steps, strict=True)])
 
     def of_rows(hidden, actions):  # (n, D), (n,)
         log_probs = lm.logits(hidden, temperature).log_softmax(-1)  # (n, V)
@@ -610,7 +610,7 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
         chunk, w = batch[first : first + args.minibatch], weights[first : first + args.minibatch]
         tokens, sums = sum(len(s.action) for s in chunk), Counter()
         with lm.adapter("policy"):
-            for rows in token_batches([len(s.trunk) for s in chunk], args.micro_tokens):
+            for rows in token_batches([s.inputs for s in chunk], args.micro_tokens):
                 part = [chunk[i] for i in rows]
                 logp, entropy = token_logprobs(lm, part, args.temperature, with_entropy=True)
                 old, ref = (torch.cat([getattr(s, k) for s in part]).to(lm.device) for k in ("logp", "ref_logp"))
@@ -690,7 +690,7 @@ def clone(L: Learner, steps: list[Step], progress: float) -> float:
     """One update of behaviour cloning: mean negative log-likelihood of the demonstrated action tokens (4.2 A)."""
     tokens, total = sum(len(s.action) for s in steps), 0.0
     with L.lm.adapter("policy"):
-        for rows in token_batches([len(s.trunk) for s in steps], L.args.micro_tokens):
+        for rows in token_batches([s.inputs for s in steps], L.args.micro_tokens):
             logp, _ = token_logprobs(L.lm, [steps[i] for i in rows], 1.0)
             loss = -logp.sum() / tokens  # mean over the minibatch's action tokens
             loss.backward()

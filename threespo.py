@@ -142,12 +142,12 @@ class ScoreModel:
         """S in [-1, 1] -> V in return units."""
         return self.low + (scores + 1) / 2 * (self.high - self.low)
 
-    def distribution(self, trunks) -> torch.Tensor:
-        """Log-probabilities over the atoms, read at the last token of each state. Call with adapter `score` active.
+    def distribution(self, steps) -> torch.Tensor:
+        """Log-probabilities over the atoms (B, K), read at the last token of each of B states, which sees no action.
 
-        trunks: B tensors (T_i, D) of the states alone, without action tokens. Returns (B, K).
+        Call with adapter `score` active.
         """
-        return self.head(common.last_hidden(self.lm, trunks).float()).log_softmax(-1)  # (B, K)
+        return self.head(common.last_hidden(self.lm, steps).float()).log_softmax(-1)  # (B, K)
 
     def features(self, steps) -> torch.Tensor:
         """The head's inputs (B, D), kept in the steps until the adapter is updated."""
@@ -211,8 +211,8 @@ class ScoreModel:
         targets = torch.as_tensor(targets, dtype=torch.float32, device=self.lm.device)
         total = 0.0
         with self.lm.adapter("score"):
-            for rows in token_batches([len(s.state) for s in steps], self.args.micro_tokens):
-                log_probs = self.distribution([steps[i].state_trunk for i in rows])
+            for rows in token_batches([s.state for s in steps], self.args.micro_tokens):
+                log_probs = self.distribution([steps[i] for i in rows])
                 loss = self.loss(log_probs, targets[rows], weights[rows]) / len(steps)  # mean over the minibatch
                 loss.backward()
                 total += loss.detach()
@@ -238,11 +238,12 @@ class PromptScorer:
         suffix = self.lm.encode(self.QUESTION)
         if len(self.lm.encode(" 1")) > 1:  # the space is a token of its own: it stands before the digit
             suffix = self.lm.encode(self.QUESTION + " ")[:-1]
-        trunks = self.lm.trunk([s.state + suffix for s in steps], self.args.micro_tokens)
+        prompts = [s.state + suffix for s in steps]
+        asked = list(map(Step, prompts, self.lm.trunk(prompts, self.args.micro_tokens)))
         out = np.zeros(len(steps))
         with self.lm.adapter(None):
-            for rows in token_batches([len(h) for h in trunks], self.args.micro_tokens):
-                features = common.last_hidden(self.lm, [trunks[i] for i in rows])  # (b, D)
+            for rows in token_batches([s.state for s in asked], self.args.micro_tokens):
+                features = common.last_hidden(self.lm, [asked[i] for i in rows])  # (b, D)
                 probs = self.lm.logits(features)[:, self.digits].softmax(-1)  # (b, 10)
                 rating = probs @ torch.arange(10.0, device=probs.device)  # (b,) 0..9
                 out[rows] = (rating / 4.5 - 1).cpu().numpy()
@@ -266,8 +267,8 @@ def token_logprobs(lm: LM, steps, temperature: float, with_entropy: bool = False
     The logits at position T_i - 1 + j predict action token j of step i (T_i state tokens); only those positions go
     through the output matrix, gathered to a contiguous (N, D) first. Log-probs are at the sampling temperature.
     """
-    hidden, starts = lm.top([s.trunk for s in steps])  # (sum (T_i + n_i - 1), D), (B,)
-    places = [i + len(s.state) - 1 + j for i, s in zip(starts, steps, strict=True) for j in range(len(s.action))]
+    hidden, rows = lm.top([s.inputs for s in steps], [s.trunk for s in steps])  # (N, D), of each step (T_i + n_i - 1,)
+    places = np.concatenate([own[len(s.state) - 1 :] for own, s in zip(rows, steps, strict=True)])
 
     def of_rows(hidden, actions):  # (n, D), (n,)
         log_probs = lm.logits(hidden, temperature).log_softmax(-1)  # (n, V)
@@ -440,7 +441,7 @@ def update_policy(lm: LM, optimizer: Optimizer, replay: Replay, version: int, ar
         chunk, w = batch[first : first + args.minibatch], weights[first : first + args.minibatch]
         tokens, sums = sum(len(s.action) for s in chunk), Counter()
         with lm.adapter("policy"):
-            for rows in token_batches([len(s.trunk) for s in chunk], args.micro_tokens):
+            for rows in token_batches([s.inputs for s in chunk], args.micro_tokens):
                 part = [chunk[i] for i in rows]
                 logp, entropy = token_logprobs(lm, part, args.temperature, with_entropy=True)
                 old, ref = (torch.cat([getattr(s, k) for s in part]).to(lm.device) for k in ("logp", "ref_logp"))
@@ -505,7 +506,7 @@ def clone(L: Learner, steps: list[Step], progress: float) -> float:
     """One update of behaviour cloning: mean negative log-likelihood of the demonstrated action tokens (4.2 A)."""
     tokens, total = sum(len(s.action) for s in steps), 0.0
     with L.lm.adapter("policy"):
-        for rows in token_batches([len(s.trunk) for s in steps], L.args.micro_tokens):
+        for rows in token_batches([s.inputs for s in steps], L.args.micro_tokens):
             logp, _ = token_logprobs(L.lm, [steps[i] for i in rows], 1.0)
             loss = -logp.sum() / tokens  # mean over the minibatch's action tokens
             loss.backward()

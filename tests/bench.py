@@ -270,7 +270,7 @@ def main() -> int:
     demos = [threespo.Step(s, o["trunk"], o["ids"]) for s, o in common.demonstrations(lm, env, args)]
     useful = sum(len(s.trunk) for s in demos)
     padded = sum(len(rows) * max(len(demos[i].trunk) for i in rows)
-                 for rows in common.token_batches([len(s.trunk) for s in demos], args.micro_tokens))  # fmt: skip
+                 for rows in common.token_batches([s.inputs for s in demos], args.micro_tokens))  # fmt: skip
     update(learner, demos[: 2 * args.warmup_minibatch], args.warmup_minibatch)  # not measured: caches fill
     update_s = update(learner, demos, args.warmup_minibatch)
     start = time.perf_counter()

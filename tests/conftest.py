@@ -12,6 +12,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -110,9 +111,9 @@ def reference_logprobs(reference, adapter, prompt, action, temperature):
 
 
 def top_rows(lm, trunks):
-    """`lm.top` with one row a sequence, zeros behind it: (B, T, D)."""
-    hidden, starts = lm.top(trunks)
-    assert starts.tolist() == [sum(len(h) for h in trunks[:i]) for i in range(len(trunks))]
+    """`lm.top` with one row a sequence, zeros behind it: (B, T, D). The ids are made up and share no prefix."""
+    hidden, rows = lm.top([[-1 - i] * len(h) for i, h in enumerate(trunks)], trunks)
+    assert np.concatenate(rows).tolist() == list(range(len(hidden)))
     return torch.nn.utils.rnn.pad_sequence(hidden.split([len(h) for h in trunks]), batch_first=True)
 
 

@@ -351,6 +351,61 @@ def test_trunk_and_top_are_the_whole_model(layers, first):
             torch.testing.assert_close(logits[row, : len(prompt)], expected, atol=1e-3, rtol=1e-3)
 
 
+def shared_sequences():
+    """Ids that go on from those before them, branch off, come again, begin anew, and are a prefix of earlier ones."""
+    a, b, c, d = random_prompts((20, 9, 15, 6), seed=21)
+    return [a, a + b, a[:12] + c, a[:12] + c, [*d, 1], a[:12], [*a[:12], *c, 5]]
+
+
+@pytest.mark.parametrize("order", ["as given", "of token_batches"])
+@pytest.mark.parametrize("build", [*BUILDS, "bf16"])
+def test_prefixes_in_common_are_computed_once_and_change_nothing(build, order):
+    """Hidden states and gradients equal those of the sequences one by one, however often a token is shared."""
+    options = BUILDS.get(build, dict(load_4bit=True, dtype="bfloat16"))
+    lm = load_model("tiny", lora_rank=4, **options)
+    randomise(lm, ["policy"])
+    sequences = shared_sequences()
+    if order == "of token_batches":
+        (batch,) = token_batches(sequences, 1000)
+        sequences = [sequences[i] for i in batch]
+    distinct = {tuple(s[: n + 1]) for s in sequences for n in range(len(s))}
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(len(s), 128, generator=generator) for s in sequences]
+    trunks = [lm.trunk([s])[0] for s in sequences]
+    close = dict(atol=0.06, rtol=0.06) if build == "bf16" else dict(atol=1e-5, rtol=1e-4)
+    for together, alone in zip(lm.trunk(sequences), trunks, strict=True):
+        torch.testing.assert_close(together, alone, **close)
+
+    def gradients(groups):
+        found = []
+        for group in groups:
+            hidden, rows = lm.top([sequences[i] for i in group], [trunks[i] for i in group])
+            found += [(hidden[own].detach().float(), len(hidden)) for own in rows]
+            sum((hidden[own].float() * weights[i]).sum() for i, own in zip(group, rows, strict=True)).backward()
+        grads = torch.cat([p.grad.float().flatten() for p in lm.params("policy").values()])
+        for param in lm.params("policy").values():
+            param.grad = None
+        return found, grads
+
+    every = range(len(sequences))
+    one_by_one, wanted = gradients([i] for i in every)
+    together, grads = gradients([every])
+    for (hidden, count), (alone, _) in zip(together, one_by_one, strict=True):
+        torch.testing.assert_close(hidden, alone, **close)
+        assert count == len(distinct) + (order == "as given") * 27  # 12 of them behind d, 15 in the last one
+    assert float((grads - wanted).norm() / wanted.norm()) < (0.02 if build == "bf16" else 1e-4)
+
+
+def test_prompts_that_begin_alike_are_sampled_as_if_alone(tiny):
+    prompts = shared_sequences()
+    with torch.no_grad():
+        together = tiny.generate(prompts, 5, 0.0)
+        for prompt, out in zip(prompts, together, strict=True):
+            (alone,) = tiny.generate([prompt], 5, 0.0)
+            assert out["ids"] == alone["ids"] and out["logps"] == pytest.approx(alone["logps"], abs=1e-4)
+            torch.testing.assert_close(out["trunk"], alone["trunk"], atol=1e-4, rtol=1e-4)
+
+
 def test_no_gradient_reaches_the_trunk(tiny):
     assert all(not h.requires_grad for h in tiny.trunk(random_prompts((4, 5))))
 
@@ -462,18 +517,26 @@ def test_encode_prompt_cuts_the_middle(tiny):
 @pytest.mark.parametrize("seed", range(5))
 def test_token_batches(seed):
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, 90, size=50).tolist()
-    batches = token_batches(lengths, 128)
+    sequences = random_prompts(rng.integers(1, 90, size=50).tolist(), seed=seed)
+    lengths = [len(s) for s in sequences]
+    batches = token_batches(sequences, 128)
     assert sorted(i for b in batches for i in b) == list(range(50))
     assert all(sum(lengths[i] for i in b) <= 128 for b in batches)
     assert len(batches) <= 2 * sum(lengths) / 128 + 1  # and no group is needlessly small
-    assert token_batches([500, 3], 100) == [[1], [0]]  # a row above the budget goes alone
+    assert token_batches([[7] * 500, [8] * 3], 100) == [[0], [1]]  # a row above the budget goes alone
     assert token_batches([], 100) == []
 
 
 def test_one_long_state_among_many_short_ones_is_not_padded_to():
-    batches = token_batches([10] * 60 + [900], 1000)
-    assert max(len(b) * max([10, 900][i == 60] for i in b) for b in batches) <= 2000
+    sequences = [[i] * (900 if i == 60 else 10) for i in range(61)]
+    batches = token_batches(sequences, 1000)
+    assert max(len(b) * max(len(sequences[i]) for i in b) for b in batches) <= 2000
+
+
+def test_a_group_counts_prefixes_in_common_once():
+    near, far = ([[1] * goal + page for page in random_prompts((40 - goal,) * 6, seed=5)] for goal in (20, 36))
+    assert sorted(map(len, token_batches([*near, [2] * 40], 150))) == [1, 6]  # 20 + 6 x 20 tokens; 6 x 40 would not fit
+    assert list(map(len, token_batches(far, 60))) == [3, 3]  # 3 x 40 slots are twice the budget
 
 
 def test_doctor_runs(capsys):

@@ -372,7 +372,7 @@ def test_embeddings_by_hand(tiny):
             spans = [step.state, *(step.action[a:b] for a, b in zip([0, *step.ends], step.ends, strict=False))]
             assert step.embeds.shape == (len(spans), 128)
             for row, span in zip(step.embeds, spans, strict=True):
-                wanted = tiny.top(tiny.trunk([span]))[0].mean(0)
+                wanted = tiny.top([span], tiny.trunk([span]))[0].mean(0)
                 assert torch.allclose(row, wanted, atol=1e-5)
     assert torch.equal(steps[0].embeds[1:], steps[2].embeds[1:])  # the same thoughts
 
@@ -510,7 +510,7 @@ def test_values_are_read_at_the_last_token_before_each_micro_step(fresh):
         with fresh.adapter("value"), torch.no_grad():
             for j, start in enumerate([0, *step.ends[:-1]]):
                 ids = step.state + step.action[:start]  # nothing behind the last token before the micro-step
-                score = critic.head(fresh.top(fresh.trunk([ids]))[0][-1])
+                score = critic.head(fresh.top([ids], fresh.trunk([ids]))[0][-1])
                 assert step.values[j] == pytest.approx(-0.5 + (float(score) + 1) / 2 * 1.5, abs=1e-5)
         assert step.value == step.values[0]
     cut = prepared(fresh, args)[:1]

@@ -292,7 +292,7 @@ def test_embedding_is_the_mean_over_tokens(tiny):
     embed.add([(obs, action)])
     state, tail = tiny.encode(obs), tiny.encode(" " + action)
     with torch.no_grad(), tiny.adapter(None):
-        hidden, _ = tiny.top(tiny.trunk([state + tail]))
+        hidden, _ = tiny.top([state + tail], tiny.trunk([state + tail]))
     want = torch.cat([hidden[: len(state)].mean(0), hidden[len(state) :].mean(0)])
     assert torch.allclose(embed.cache[embed.key((obs, action))], want, atol=1e-5)
 

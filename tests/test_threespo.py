@@ -646,7 +646,7 @@ def test_features_are_computed_once_until_the_adapter_moves(tiny, monkeypatch):
     model = small_score(tiny)
     steps, passes = toy(tiny, 4, 2), []
     real = common.last_hidden
-    monkeypatch.setattr(common, "last_hidden", lambda lm, trunks: passes.append(len(trunks)) or real(lm, trunks))
+    monkeypatch.setattr(common, "last_hidden", lambda lm, steps: passes.append(len(steps)) or real(lm, steps))
     first = model.features(steps)
     again = model.features(steps)
     assert sum(passes) == 4 and torch.equal(first, again)

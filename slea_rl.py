@@ -68,7 +68,7 @@ class Args:
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # optional tracker beside metrics.jsonl
     overwrite: bool = False  # replace an existing run folder
-    micro_tokens: int = 768  # tokens a forward pass (memory; in bf16 it changes the rounding)
+    micro_tokens: int = 768  # tokens a forward pass, common prefixes once (memory; in bf16 it changes the rounding)
     demos: int = 150  # expert episodes cloned in the warm-up
     demo_noise: float = 0.15  # chance that another action is carried out than the one demonstrated
     warmup_epochs: int = 3  # passes over the demonstrations

@@ -66,7 +66,7 @@ class Args:
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # optional tracker beside metrics.jsonl
     overwrite: bool = False  # replace an existing run folder
-    micro_tokens: int = 768  # tokens a forward pass (memory; in bf16 it changes the rounding)
+    micro_tokens: int = 768  # tokens a forward pass, common prefixes once (memory; in bf16 it changes the rounding)
     demos: int = 40  # expert episodes cloned in the warm-up (4.2 A)
     demo_noise: float = 0.15  # chance that another action is carried out than the one demonstrated
     warmup_epochs: int = 3  # passes over the demonstrations
@@ -143,7 +143,7 @@ class ScoreModel:
         return self.low + (scores + 1) / 2 * (self.high - self.low)
 
     def distribution(self, steps) -> torch.Tensor:
-        """Log-probabilities over the atoms (B, K), read at the last token of each of B states, which sees no action.
+        """Log-probabilities over the atoms (B, K), read at the last token of each of B states; no action token is read.
 
         Call with adapter `score` active.
         """

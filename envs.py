@@ -1407,7 +1407,7 @@ _MONTHS = "|".join(month for words in BOOKING_WORDS.values() for month in words[
 _DATE = re.compile(rf"\b({_MONTHS}) ([1-9]|[12]\d|3[01])(?:st|nd|rd|th)?\b")
 _DAY_FIRST = re.compile(rf"\b([1-9]|[12]\d|3[01])(?:st|nd|rd|th)? (?:of )?({_MONTHS})\b")
 _PART = re.compile(r"\b(flight|hotel|car)(?:s|\b)")
-_OFFER = re.compile(r"(\w+ (?:air|inn|cars)) (\d+) (\w+)")
+_OFFER = re.compile(r"(\d+) (\w+) (\w+ (?:air|inn|cars))")
 _CITY = re.compile(rf"\b(?:to|in) (?!(?:the|a|an|my|your|search|find|look|check|show|list|{_MONTHS})\b)(\w+)")
 _COMPANY = re.compile(rf"\b(?!(?:the|a|an|book|take|reserve) )(\w+ (?:{'|'.join(PARTS.values())}))\b")
 _NEGATED = re.compile(r"\b(?:not|never|don't|won't|no) (?:book|reserve|take|search|confirm)")
@@ -1540,9 +1540,9 @@ def read_booking(obs: str) -> View | None:
             known[slot] = values
     view = View(goal[1], parts, known, full)
     if found := re.search(r"^Found: (\w+) (\w+ \d+): (.*)$", obs, re.MULTILINE):
-        view.found, view.offers = (found[1], found[2]), [(c, int(p), f) for c, p, f in _OFFER.findall(found[3])]
+        view.found, view.offers = (found[1], found[2]), [(c, int(p), f) for p, f, c in _OFFER.findall(found[3])]
     if booked := re.search(r"^Booked: (.*)$", obs, re.MULTILINE):
-        for part, company, price, feature, date in re.findall(rf"(\w+) {_OFFER.pattern} (\w+ \d+)", booked[1]):
+        for part, price, feature, company, date in re.findall(rf"(\w+) {_OFFER.pattern} (\w+ \d+)", booked[1]):
             view.booked[part] = (company, int(price), feature, date)
     return view
 
@@ -1554,12 +1554,13 @@ class Booking(Env):
         Goal: book a trip to oslo for ben
         Error: the trip goes to oslo
         Known: needs flight, hotel; dates july 3 full, july 6; budget 160; wish rear; never red air; annoyed
-        Found: flight july 6: red air 70 rear | jade air 66 rear | sun air 280 rear
-        Booked: hotel oak inn 59 spa july 6
+        Found: flight july 6: 70 rear red air | 66 rear jade air | 280 rear sun air
+        Booked: hotel 59 spa oak inn july 6
         You: search flight to oslo on july 6
         User: nice
         Action:
-    Known is all that the user has said so far, as it stands now; You and User are the last exchange.
+    Known is all that the user has said so far, as it stands now; You and User are the last exchange. An offer's
+    company stands last, so that a causal model has read what speaks for and against it when it reads the name.
     Actions: one English sentence. The expert writes these, and `read_sentence` understands many other wordings:
         what else do you need? | which dates suit you? | what is your budget? | what do you wish for? |
         what do you refuse?
@@ -1728,11 +1729,11 @@ class Booking(Env):
         s = self.state
         lines = [f"Goal: {self.goal}", *([f"Error: {s['error']}"] if s["error"] else []), f"Known: {self._known()}"]
         if s["found"]:
-            offers = " | ".join("{} {} {}".format(*offer) for offer in self.offers(*s["found"]))
+            offers = " | ".join("{1} {2} {0}".format(*offer) for offer in self.offers(*s["found"]))
             lines.append("Found: {} {}: ".format(*s["found"]) + offers)
         if s["booked"]:
-            booked = [(part, *s["booked"][part]) for part in PARTS if part in s["booked"]]
-            lines.append("Booked: " + " | ".join(" ".join(map(str, item)) for item in booked))
+            booked = ["{0} {2} {3} {1} {4}".format(part, *s["booked"][part]) for part in PARTS if part in s["booked"]]
+            lines.append("Booked: " + " | ".join(booked))
         lines += [f"You: {s['you']}"] if s["you"] else []
         lines += [f"User: {s['user']}"] if s["user"] else []
         return "\n".join([*lines, "Action:"])

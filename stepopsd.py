@@ -54,7 +54,7 @@ class Args:
     eval_only: str = ""  # evaluate the best checkpoint of this run folder on the test tasks and stop
     algo: Literal["stepopsd", "bc"] = "stepopsd"  # bc: stop after the warm-up
     preset: Literal["default", "quick"] = "default"  # quick: every stage with small numbers, to see the machinery
-    total_env_steps: int = 1000  # environment steps of stage stepopsd
+    total_env_steps: int = 1300  # environment steps of stage stepopsd
     num_envs: int = 50  # environments stepped together
     eval_every: int = 2  # iterations between evaluations on validation tasks
     eval_episodes: int = 100  # held-out test tasks after each stage
@@ -70,7 +70,7 @@ class Args:
     micro_tokens: int = 768  # tokens a forward pass, common prefixes once (memory; in bf16 it changes the rounding)
     demos: int = 100  # expert episodes cloned in the warm-up
     demo_noise: float = 0.15  # chance that another action is carried out than the one demonstrated
-    warmup_epochs: int = 3  # passes over the demonstrations
+    warmup_epochs: int = 2  # passes over the demonstrations
     warmup_lr: float = 2e-3  # learning rate of cloning (its own cosine)
     warmup_minibatch: int = 12  # steps a cloning update (small: the number of updates matters more than their noise)
     labeler: Literal["rule", "llm", "human", "model"] = "rule"  # env.judge or rewards, a teacher, you, the value model
@@ -82,10 +82,10 @@ class Args:
     tie_margin: float = 0.05  # a preference closer to 1/2 than this is a tie
     preferences: str = ""  # labels of earlier runs (preferences.jsonl): trained on from the start; new labels are added
     segment_len: str = "3-7"  # turns of a segment, least-most (4.3)
-    pairs: int = 64  # pairs labelled each time
+    pairs: int = 256  # pairs labelled each time
     pos_frac: float = 0.5  # least share of pairs that hold a segment of a successful episode, if there is one (4.3)
     rm_every: int = 2  # iterations between updates of the reward model (3.1 B)
-    decompose: Literal["attention", "gradient", "td", "label", "uniform"] = "attention"  # how R(τ) is shared out (3.2)
+    decompose: Literal["attention", "gradient", "td", "label", "uniform"] = "label"  # how R(τ) is shared out (3.2)
     rm_ensemble: int = 3  # M, reward models (5.1)
     rm_combine: Literal["min", "mean"] = "mean"  # how their step rewards are combined
     rm_lr: float = 5e-4  # learning rate of the reward models: small, so that the reward moves slowly (3.3)
@@ -99,7 +99,7 @@ class Args:
     augment: float = 0.25  # share of pairs that are trained on once more, reworded by template (5.1)
     kappa: float = 0.5  # κ of (4): how much the ensemble's spread damps the reward
     reward_clip: float = 1.0  # step rewards are clipped to ± this
-    lam: float = 0.3  # λ of (5); 0 is the baseline: terminal reward only, no labels
+    lam: float = 0.1  # λ of (5); 0 is the baseline: terminal reward only, no labels
     curiosity: float = 0.0  # c of (5): bonus c/sqrt(visits of the state) (5.2)
     value_lr: float = 3e-4  # learning rate of the value adapter and head
     value_minibatch: int = 16  # steps a value update
@@ -130,9 +130,12 @@ TUNED = {  # defaults that depend on another flag; a flag given by hand always w
                               val_episodes=8, eval_episodes=24, pairs=48),
     ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", warmup_lr=2e-3, value_lr=1e-3,
                             value_passes=0.7, value_warmup=3.0, policy_lr=2e-4, micro_tokens=8192),
+    ("labeler", "llm"): dict(pairs=64),  # each question is read by the teacher
+    ("labeler", "human"): dict(pairs=64),
     ("labeler", "model"): dict(value_passes=0.7),  # the success logit is trained with the adapter alone
+    ("env", "booking"): dict(gamma=0.7, gae_lambda=0.5),  # longer views hid which turn was good: README
     ("env", "gridworld"): dict(demos=450, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
-                               episodes_per_iter=80, num_envs=100, gamma=0.9),
+                               episodes_per_iter=80, num_envs=100, gamma=0.9, lam=0.3, pairs=64),
     ("env", "miniwob/*"): dict(num_envs=12, val_episodes=32, eval_episodes=60),  # a browser for each
 }  # fmt: skip
 

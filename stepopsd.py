@@ -70,7 +70,7 @@ class Args:
     micro_tokens: int = 768  # tokens a forward pass, common prefixes once (memory; in bf16 it changes the rounding)
     demos: int = 100  # expert episodes cloned in the warm-up
     demo_noise: float = 0.15  # chance that another action is carried out than the one demonstrated
-    warmup_epochs: int = 2  # passes over the demonstrations
+    warmup_epochs: int = 3  # passes over the demonstrations (booking: 2)
     warmup_lr: float = 2e-3  # learning rate of cloning (its own cosine)
     warmup_minibatch: int = 12  # steps a cloning update (small: the number of updates matters more than their noise)
     labeler: Literal["rule", "llm", "human", "model"] = "rule"  # env.judge or rewards, a teacher, you, the value model
@@ -82,7 +82,7 @@ class Args:
     tie_margin: float = 0.05  # a preference closer to 1/2 than this is a tie
     preferences: str = ""  # labels of earlier runs (preferences.jsonl): trained on from the start; new labels are added
     segment_len: str = "3-7"  # turns of a segment, least-most (4.3)
-    pairs: int = 256  # pairs labelled each time
+    pairs: int = 256  # pairs labelled each time (64 where a teacher or you answer)
     pos_frac: float = 0.5  # least share of pairs that hold a segment of a successful episode, if there is one (4.3)
     rm_every: int = 2  # iterations between updates of the reward model (3.1 B)
     decompose: Literal["attention", "gradient", "td", "label", "uniform"] = "label"  # how R(τ) is shared out (3.2)
@@ -106,8 +106,8 @@ class Args:
     value_passes: float = 0.0  # value updates an iteration, in units of the fresh steps (0: the head alone is fitted)
     value_warmup: float = 0.0  # passes over the first episodes instead: no policy update follows an untrained value
     value_l2: float = 2000.0  # ridge of the head's least squares on features of unit σ; 0: no such fit
-    gamma: float = 0.95  # discount
-    gae_lambda: float = 0.9  # λ_gae of (6)
+    gamma: float = 0.95  # discount (booking: 0.7)
+    gae_lambda: float = 0.9  # λ_gae of (6) (booking: 0.5)
     adv_clip: float = 2.0  # advantages are normalised, then clipped to this
     neg_scale: float = 0.5  # negative ones are then multiplied by this: many failed steps must not drown the good ones
     episodes_per_iter: int = 32  # episodes collected an iteration
@@ -126,16 +126,17 @@ class Args:
 
 
 TUNED = {  # defaults that depend on another flag; a flag given by hand always wins
+    ("labeler", "llm"): dict(pairs=64),  # each question is read by the teacher
+    ("labeler", "human"): dict(pairs=64),
     ("preset", "quick"): dict(total_env_steps=350, demos=40, warmup_epochs=2, episodes_per_iter=16, num_envs=24,
                               val_episodes=8, eval_episodes=24, pairs=48),
     ("model", "tiny"): dict(load_4bit=False, lora_rank=64, lora_layers="all", warmup_lr=2e-3, value_lr=1e-3,
                             value_passes=0.7, value_warmup=3.0, policy_lr=2e-4, micro_tokens=8192),
-    ("labeler", "llm"): dict(pairs=64),  # each question is read by the teacher
-    ("labeler", "human"): dict(pairs=64),
+    ("lam", 0.0): dict(algo="lam_0"),  # the baseline: the name sets its runs apart in the pictures
     ("labeler", "model"): dict(value_passes=0.7),  # the success logit is trained with the adapter alone
-    ("env", "booking"): dict(gamma=0.7, gae_lambda=0.5),  # longer views hid which turn was good: README
+    ("env", "booking"): dict(warmup_epochs=2, gamma=0.7, gae_lambda=0.5),  # longer views hid good turns: README
     ("env", "gridworld"): dict(demos=450, warmup_minibatch=32, total_env_steps=6000, minibatch=64,
-                               episodes_per_iter=80, num_envs=100, gamma=0.9, lam=0.3, pairs=64),
+                               episodes_per_iter=80, num_envs=100, gamma=0.9, lam=0.3, pairs=64, decompose="attention"),
     ("env", "miniwob/*"): dict(num_envs=12, val_episodes=32, eval_episodes=60),  # a browser for each
 }  # fmt: skip
 

@@ -1168,3 +1168,5 @@ def test_the_baseline_asks_for_no_labels(tmp_path, capfd, keep_sigint, monkeypat
     rows = common.read_jsonl(tmp_path / "r" / "metrics.jsonl")
     assert any("policy/pg_loss" in r for r in rows) and not any("reward/hist" in r for r in rows)
     assert not (tmp_path / "r" / "preferences.jsonl").exists()
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert summary["algo"] == "lam_0" and set(summary["stages"]) == {"warmup", "lam_0"}  # apart in the pictures

@@ -2544,21 +2544,25 @@ class Troubleshoot(Deliberation):
         return 0.9 * (1 - math.log(len(self._left())) / math.log(len(self.fault["fixes"])))
 
     def expert(self) -> str:
-        """Reads the newest fact, names the causes left, asks what tells them apart; fixes when one is left."""
-        true, left = self.fault["cause"], self._left()
+        """Reads the facts, then names the causes left, asks what tells them apart; fixes when one is left.
+
+        Always in this order: a model that writes word by word shall not have to decide before it has read.
+        """
+        true, left = self.fault["cause"], sorted(self._left(), key=list(CAUSES).index)
         known = {q: _value(true, q) for q in self.state["known"]}
-        readings = [f"{question} {value}" for question, value in known.items()]
+        area = AREAS[_value(true, "log")] if "log" in known else known
+        readings = [f"{q} {value}" for q, value in known.items() if q in area and q != "log"][-3:]
+        readings = readings or [f"{q} {value}" for q, value in known.items()][-1:] or ["nothing known"]
         if len(left) == 1:
-            return _turn(f"fix {left[0]}", *readings[-2:], f"so {left[0]}")
+            return _turn(f"fix {left[0]}", *readings, f"so {left[0]}")
         question = _aimed(left, known)
-        newest = readings[-1] if readings else "nothing known"
         if question == "log":
-            return _turn("ask log", newest, "many causes", "the log shows the area")
-        plural = question in ("connections", "queries", "uploads", "users", "roles")
+            return _turn("ask log", readings[-1], "many causes", "the log shows the area")
+        s = "" if question in ("connections", "queries", "uploads", "users", "roles") else "s"
         if len(left) > 3:
-            return _turn(f"ask {question}", newest, "many causes", f"{question} come{'' if plural else 's'} first")
+            return _turn(f"ask {question}", readings[-1], "many causes", f"{question} come{s} first")
         causes = ", ".join(left[:-1]) + f" or {left[-1]}"
-        return _turn(f"ask {question}", newest, causes, f"{question} decide{'' if plural else 's'}")
+        return _turn(f"ask {question}", *readings, causes, f"{question} decide{s}")
 
     def legal_actions(self) -> list[str]:
         """Every question and every fix of the two lists, without thoughts."""
